@@ -1,4 +1,4 @@
-"""Collective ops of a rank's program, over any transport between ranks."""
+"""Collective ops of a rank's program."""
 
 from collections.abc import Sequence
 from time import monotonic
@@ -25,22 +25,22 @@ Floats = NDArray[np.float32]
 
 
 class Transport(Protocol):
-    """Carries rows between ranks. All methods raise RankLostError if a rank does not respond."""
+    """Carries rows between ranks. Raises RankLostError if a rank does not respond."""
 
     def all_gather(self, numbers: Floats, sizes: Sequence[int]) -> list[Floats]:
-        """Return the numbers of each rank of the stage; `sizes`: how many each has."""
+        """Return the numbers of each rank of the stage; `sizes` are their counts."""
 
     def all_to_all(self, pieces: Sequence[Floats], sizes: Sequence[int]) -> list[Floats]:
-        """Send a piece to each rank of the stage; return the pieces, of `sizes`, from each."""
+        """Send a piece to each rank of the stage; return the pieces, of `sizes`."""
 
     def send(self, rows: Floats, stage: int) -> None:
-        """Send a copy of rows to the rank with the same share in another stage."""
+        """Send a copy of rows to the rank with this share in another stage."""
 
     def receive(self, out: Floats, stage: int) -> None: ...
 
 
 class Collectives:
-    """Runs the collective ops of a rank's program: the `ProcessGroup` of a backend."""
+    """The `ProcessGroup` of a backend."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport

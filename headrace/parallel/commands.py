@@ -37,8 +37,6 @@ class CommandKind(IntEnum):
 
 
 class Command(NamedTuple):
-    """A command and its arrays, each of at most three dimensions."""
-
     kind: CommandKind
     program: int = 0
     arrays: Sequence[Array | None] = ()
@@ -58,7 +56,7 @@ def encode(command: Command) -> bytes:
 
 
 def body_size(header: bytes) -> int:
-    """Return the number of bytes after a header. Raises FormatError for an invalid header."""
+    """Return the bytes after a header. Raises FormatError."""
     kind, _, num_arrays, size = HEADER.unpack(header)
     is_known = kind in CommandKind.__members__.values()
     if not is_known or not 0 <= num_arrays * _SHAPE.size <= size <= MAX_BYTES:
@@ -121,7 +119,6 @@ def batch_from_arrays(arrays: Sequence[Array | None]) -> RaggedBatch:
 
 
 def adapter_to_arrays(adapter: Adapter) -> list[Array | None]:
-    """Take apart an adapter: name, down, up and scale of each weight."""
     arrays: list[Array | None] = []
     for name, (down, up, scale) in adapter.items():
         arrays += [np.frombuffer(name.encode(), np.uint8), down, up]

@@ -1,4 +1,4 @@
-"""Ranks of an `EngineConfig`: their mesh, threads and programs. Importing this needs no torch."""
+"""Mesh and threads of an `EngineConfig`. Importing this needs no torch."""
 
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -13,11 +13,7 @@ from headrace.quant.formats import StoredTensor
 
 
 def mesh_of(config: EngineConfig) -> Mesh:
-    """Return the mesh of ranks that the configuration describes.
-
-    Raises RequestError if there are several ranks and the backend runs only one, or
-    torch is not installed.
-    """
+    """Return the mesh. Raises RequestError if the backend runs one rank or torch is missing."""
     mesh = Mesh(
         tensor=config.tensor_parallel_size,
         pipeline=config.pipeline_parallel_size,
@@ -51,10 +47,9 @@ def rank_programs(
 
 
 def is_multi_host(mesh: Mesh) -> bool:
-    """Return whether a launcher such as torchrun started one process per rank.
+    """Return whether a launcher such as torchrun started the ranks.
 
-    Raises RequestError if the number of processes in the environment is not the number
-    of ranks.
+    Raises RequestError if the numbers of processes and ranks differ.
     """
     if mesh.ranks == 1:
         return False

@@ -43,8 +43,7 @@ class _Ticket:
 class ParallelExecutable:
     """The program of all ranks.
 
-    If a rank is lost, a launch raises RankLostError and the next launch restarts the other ranks,
-    without their KV: the engine recomputes it.
+    A launch raises RankLostError for a lost rank; the next restarts the ranks without KV.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class ParallelExecutable:
         self._whole_program = program
 
     def connect(self) -> None:
-        """Wait until all ranks are loaded, and connect them. Raises RankLostError."""
         try:
             self._workers.connect()
         except BaseException:
@@ -126,11 +124,7 @@ class ParallelExecutable:
     def attach(
         self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None
     ) -> "ParallelExecutable | CpuExecutable":
-        """Attach a program.
-
-        A program with its own KV, such as a small draft model, runs on rank 0 alone. The workers
-        attach other programs by themselves, in the same order.
-        """
+        """Attach a program. A program with its own KV runs on rank 0 alone."""
         attached = self._rank.attach(program, weights, kv)
         if kv is not None:
             return attached
@@ -147,10 +141,7 @@ class ParallelExecutable:
         return times
 
     def stage_steps(self) -> list[StageStep]:
-        """Return the times of the last steps of all ranks, while no step runs.
-
-        Times of ranks on one machine are comparable.
-        """
+        """Return the last step times of all ranks, comparable on one machine."""
         with self._workers.working():
             ranks = {0: self._rank.stage_steps()} | self._workers.stage_steps()
         return [
@@ -179,7 +170,7 @@ class ParallelExecutable:
             self._local.move_slots(group, source, target)
 
     def host_blocks(self, num_bytes: int) -> HostBlocks | None:
-        """Return None: the KV is in the host's memory already."""
+        """Return None: the KV is in host memory."""
         return None
 
     def close(self) -> None:

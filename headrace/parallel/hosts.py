@@ -1,9 +1,7 @@
-"""Ranks on several hosts, where a launcher such as torchrun starts the same command for each rank.
+"""Ranks on several hosts, one process each, connected through a `torch.distributed` store.
 
-The environment has the rank and the address of a `torch.distributed` store, where rank 0 writes its
-address and a token. Each other process connects to rank 0 and starts a worker process over the
-connection, and a new one whenever the ranks restart. Hosts that reach the store or gloo's ports can
-read and write the data of ranks: use a private network.
+Hosts that reach the store or gloo's ports can read and write the data of ranks: use a private
+network.
 """
 
 import hmac
@@ -31,7 +29,7 @@ _DEFAULT_PORT = 29500
 _WAIT_FOR_WORKER_SECONDS = 1800.0
 _WAIT_FOR_RANK_0_SECONDS = 120.0
 _GREETING = struct.Struct("<32si")
-"""First bytes on a connection to rank 0: the token and the rank."""
+"""The token and the rank, sent to rank 0."""
 _GREETING_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
 _SIOCGIFADDR = 0x8915
@@ -50,10 +48,7 @@ class Placement:
 
 
 def placement(environment: Mapping[str, str] = os.environ) -> Placement | None:
-    """Read the placement that torchrun or a LeaderWorkerSet has set; None without one.
-
-    Raises RequestError for invalid values.
-    """
+    """Read the placement of torchrun or a LeaderWorkerSet. Raises RequestError."""
     if "LWS_GROUP_SIZE" in environment:
         names = ("LWS_WORKER_INDEX", "LWS_GROUP_SIZE", "LWS_LEADER_ADDRESS", "MASTER_PORT")
     elif "WORLD_SIZE" in environment:
@@ -95,7 +90,7 @@ class RemoteProcess:
 
 
 class HostLauncher:
-    """A `Launcher` that receives the connections of workers on other hosts."""
+    """Receives the connections of workers on other hosts."""
 
     def __init__(self, place: Placement) -> None:
         self.host = _resolve(place.address)
@@ -143,7 +138,6 @@ class HostLauncher:
 def run_worker(place: Placement, command: Sequence[str]) -> int:
     """Run the worker process of a rank until rank 0 ends; return the exit code.
 
-    Another process is started when one has lost rank 0. `command`: see `launch.start_process`.
     Raises RankLostError if rank 0 cannot be reached.
     """
     while True:
@@ -190,7 +184,7 @@ def _connect_to_rank_0(place: Placement) -> socket.socket:
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface of this host with that address; empty if there is none."""
+    """Return the interface of this host with that address, or ''."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address

@@ -1,4 +1,4 @@
-"""Processes of the ranks other than rank 0 (workers) on this machine."""
+"""Starts worker processes, for the ranks other than 0."""
 
 import os
 import socket
@@ -11,7 +11,6 @@ from typing import Protocol
 
 LOOPBACK = "127.0.0.1"
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-"""Environment variable with the network interface of gloo."""
 
 
 class Process(Protocol):
@@ -26,14 +25,12 @@ class Process(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts worker processes, and starts them again after a loss."""
-
     host: str
     interface: str
     """Network interface of gloo in this process; empty: gloo's choice."""
 
     def start(self, rank: int) -> Process:
-        """Start or receive the process of a rank, which waits for its setup. Raises OSError."""
+        """Start or receive the process of a rank. Raises OSError."""
 
     def close(self) -> None: ...
 
@@ -61,7 +58,7 @@ class LocalProcess:
 
 
 class LocalLauncher:
-    """Starts workers on this machine. The system ends them with the thread that started them."""
+    """Starts workers on this machine. The system ends them with the starting thread."""
 
     host, interface = LOOPBACK, "lo"
 
@@ -81,9 +78,9 @@ class LocalLauncher:
 def start_process(
     command: Sequence[str], connection: socket.socket, environment: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
-    """Start a worker with an inherited connection to rank 0 and the import paths of this process.
+    """Start a worker with a connection to rank 0.
 
-    The descriptor of the connection and the id of this process are added to `command`.
+    `command` gets the connection's descriptor and the id of this process.
     """
     python_path = os.pathsep.join(map(os.path.abspath, sys.path))
     return subprocess.Popen(

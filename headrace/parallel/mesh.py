@@ -1,4 +1,4 @@
-"""The mesh of ranks: stages of a pipeline, whose ranks share the stage's matrices."""
+"""The mesh of ranks: stages of a pipeline, and shares of a stage's matrices."""
 
 from collections.abc import Mapping
 
@@ -18,11 +18,11 @@ class Mesh:
     tensor: int = 1
     pipeline: int = 1
     shares_experts: bool = True
-    """Whether each rank of a stage has some of its experts; otherwise each has all."""
+    """Whether the ranks of a stage divide its experts."""
     sequence: bool = False
     """Whether the residual stream is split by columns and norms by rows."""
     layers: tuple[int, ...] = ()
-    """Number of layers of each stage; empty: chosen by `pipeline.cut`."""
+    """Layers of each stage; empty: `pipeline.cut` decides."""
 
     @property
     def ranks(self) -> int:
@@ -30,7 +30,6 @@ class Mesh:
 
     @property
     def first_of_last_stage(self) -> int:
-        """The rank that sends results to rank 0."""
         return (self.pipeline - 1) * self.tensor
 
     def stage(self, rank: int) -> int:
@@ -44,7 +43,6 @@ class Mesh:
     ) -> Program:
         """Return a rank's part of a program.
 
-        `layer_stages`: stage of each layer, if the program has the layers of another program.
         Raises UnsupportedModelError if the mesh cannot split the program.
         """
         if self.pipeline > 1:
@@ -80,12 +78,11 @@ class Mesh:
 
 
 def weights_of(program: Program, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors of a rank's program, as views: no other bytes of the model are read."""
+    """Return the tensors of a rank's program, as views."""
     return {name: slice_tensor(tensors, weight) for name, weight in program.weights.items()}
 
 
 def adapter_share(program: Program, adapter: Adapter) -> dict[str, LowRank]:
-    """Return the part of an adapter that belongs to the weights of a rank's program."""
     share = {}
     for name in program.weights:
         full_name, bracket, rows = name.partition("[")

@@ -1,4 +1,4 @@
-"""Parts of each rank: heads, rows of matrices and columns of values, as (first, end) ranges."""
+"""Parts of each rank, as (first, end) ranges."""
 
 from headrace.errors import UnsupportedModelError
 from headrace.program.collective import Columns
@@ -8,22 +8,18 @@ TILE_ROWS = 16
 
 
 def split_evenly(total: int, ranks: int, unit: int = 1) -> tuple[Columns, ...]:
-    """Split `total` items into adjacent parts of whole units; the last unit may be short.
-
-    The smaller parts come first: rank 0 also samples tokens.
-    """
+    """Split into adjacent parts of whole units; smaller parts come first."""
     units = -(-total // unit)
     ends = [min(total, unit * (units * (rank + 1) // ranks)) for rank in range(ranks)]
     return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def scaled(parts: tuple[Columns, ...], size: int) -> tuple[Columns, ...]:
-    """Convert parts in items to parts in columns; an item has `size` columns."""
     return tuple((first * size, last * size) for first, last in parts)
 
 
 def kv_head_parts(num_kv_heads: int, ranks: int) -> tuple[Columns, ...]:
-    """Return the KV heads of each rank. With fewer heads than ranks, ranks share a head."""
+    """Return the KV heads of each rank. Ranks share a head if there are too few."""
     if ranks <= num_kv_heads:
         return split_evenly(num_kv_heads, ranks)
     heads = [rank * num_kv_heads // ranks for rank in range(ranks)]
@@ -31,9 +27,8 @@ def kv_head_parts(num_kv_heads: int, ranks: int) -> tuple[Columns, ...]:
 
 
 def query_head_parts(num_heads: int, num_kv_heads: int, ranks: int) -> tuple[Columns, ...]:
-    """Return the query heads of each rank, which read the rank's KV heads.
-
-    Raises UnsupportedModelError if there are fewer heads than ranks.
+    """Return each rank's query heads. Raises UnsupportedModelError if there are fewer than
+    ranks.
     """
     if num_heads < ranks:
         raise UnsupportedModelError(

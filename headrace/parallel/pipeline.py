@@ -1,6 +1,4 @@
-"""Pipeline parallelism: a program cut into stages, which pass the residual stream (GPipe, Huang et
-al. 2018).
-"""
+"""Pipeline parallelism: a program cut into stages (GPipe, Huang et al. 2018)."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +16,7 @@ Cost = Callable[[Op], float]
 
 
 def decode_bytes(op: Op) -> float:
-    """Bytes that an op reads in a step of one row, which bound the time of decoding."""
+    """Bytes that an op reads in a step of one row."""
     return op.bytes(StepSize(((0, 1),), 1, 0))
 
 
@@ -28,11 +26,9 @@ def cut(
     layer_stages: Mapping[int, int] | None = None,
     cost: Cost = decode_bytes,
 ) -> list[Program]:
-    """Cut a program into stages by `layer_stages`, or so that the maximum cost of a stage is least.
+    """Cut by `layer_stages`, or so that the maximum cost of a stage is least.
 
-    A stage receives the values that it or a later stage reads. It computes rotation angles itself,
-    and has all KV groups, with its own layers. Raises UnsupportedModelError if the program has too
-    few cut points.
+    Raises UnsupportedModelError if the program has too few cut points.
     """
     live = _live_values(program)
     cut_points = _cut_points(program, live)
@@ -65,10 +61,8 @@ def _live_values(program: Program) -> list[list[Value]]:
 
 
 def _cut_points(program: Program, live: list[list[Value]]) -> list[int]:
-    """Return the ops that a stage may begin with: one before each attention and one after the last.
-
-    It is the last op with the fewest live numbers, the end of a layer. All ops with the KV of a
-    layer are on one side of it.
+    """Return the ops that a stage may begin with: the end of each layer, with the fewest live
+    numbers.
     """
     attention = {op.layer: i for i, op in enumerate(program.ops) if isinstance(op, Attention)}
     first_write = {
@@ -106,7 +100,7 @@ def _ends_after_layers(
 
 
 def _balanced_ends(costs: Sequence[float], cut_points: Sequence[int], stages: int) -> list[int]:
-    """Return the end of each stage with the least maximum cost; ties give short first stages."""
+    """Return stage ends with the least maximum cost."""
     sums = list(accumulate(costs, initial=0.0))
 
     @cache

@@ -1,4 +1,4 @@
-"""One rank: its share of a model and of the programs attached to it."""
+"""One rank: its share of a model and of attached programs."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -28,16 +28,13 @@ class RankConfig:
     mesh: Mesh
     rank: int
     kv: KvConfig
-    """Blocks of each KV group of the whole model; the rank keeps its own heads and layers."""
+    """Blocks of each KV group of the whole model."""
     threads: int
     activations: Activations
 
 
 def identity(tensors: Mapping[str, StoredTensor]) -> str:
-    """Return a text that is equal for ranks with equal results: instruction set and model.
-
-    The model is a hash of names, shapes, formats and first bytes of all tensors.
-    """
+    """Return a text of instruction set and model, equal for ranks with equal results."""
     digest = blake2b(digest_size=8)
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.shape} {tensor.format.name}\n".encode())
@@ -47,7 +44,7 @@ def identity(tensors: Mapping[str, StoredTensor]) -> str:
 
 
 class Rank:
-    """The executables of a rank by number: the model, then attached programs in order."""
+    """Executables by number: the model, then attached programs."""
 
     def __init__(
         self,
@@ -83,7 +80,7 @@ class Rank:
         return executable
 
     def stage_steps(self) -> NDArray[np.float64]:  # [steps, (begin, end)]
-        """Return and forget the times of the last steps, at most 4,096."""
+        """Return and forget the last step times, at most 4,096."""
         stage_steps = np.array(self._stage_steps, np.float64).reshape(-1, 2)
         self._stage_steps.clear()
         return stage_steps
@@ -91,10 +88,7 @@ class Rank:
     def attach(
         self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None
     ) -> CpuExecutable:
-        """Attach a program to the model's KV, with each layer in the model's stage of it.
-
-        A program with its own `kv` runs on this rank alone, and has no number.
-        """
+        """Attach a program to the model's KV. A program with its own `kv` has no number."""
         if kv is not None:
             return self.executables[0].attach(program, weights, kv)
         self._tensors |= weights

@@ -1,4 +1,4 @@
-"""The setup message: rank 0 sends it to each other rank's process, as JSON, before any command."""
+"""The JSON message with which rank 0 sets up another rank."""
 
 from dataclasses import fields
 from typing import Any

@@ -1,8 +1,7 @@
-"""Tensor parallelism: each matrix is split by output rows and its inputs are gathered.
+"""Tensor parallelism: matrices are split by output rows, and their inputs are gathered.
 
-Megatron-LM (Shoeybi et al. 2019) splits every second matrix by columns and adds partial sums, which
-round differently for each number of ranks. Here each output number is computed on one rank, so any
-number of ranks gives the same bits.
+Megatron-LM (Shoeybi et al. 2019) adds partial sums, which round differently. Here any number of
+ranks gives the same bits.
 """
 
 from collections.abc import Mapping
@@ -43,7 +42,7 @@ Parts = tuple[Columns, ...]
 
 
 def slice_weight(weight: Weight, rows: Columns) -> Weight:
-    """Return rows of a matrix, or numbers of a vector, as a weight named NAME[first:end]."""
+    """Return rows of a matrix, or numbers of a vector, as NAME[first:end]."""
     first, last = rows
     name, count = f"{weight.name}[{first}:{last}]", last - first
     if weight.rows == 1:
@@ -52,7 +51,7 @@ def slice_weight(weight: Weight, rows: Columns) -> Weight:
 
 
 def slice_tensor(tensors: Mapping[str, StoredTensor], weight: Weight) -> StoredTensor:
-    """Return the stored tensor of a weight, sliced by `slice_weight` or not, as a view."""
+    """Return the stored tensor of a weight, sliced or not, as a view."""
     name, bracket, rows = weight.name.partition("[")
     tensor = tensors[name]
     if not bracket:
@@ -65,7 +64,7 @@ def slice_tensor(tensors: Mapping[str, StoredTensor], weight: Weight) -> StoredT
 
 
 class TensorParallel:
-    """Rewrites a program for one of several ranks. Values of the original keep their ids."""
+    """Rewrites a program for one rank. Values keep their ids."""
 
     def __init__(
         self,
@@ -75,19 +74,17 @@ class TensorParallel:
         shares_experts: bool = True,
         sequence: bool = False,
     ) -> None:
-        """`shares_experts`: whether each rank has some of the experts, or all; `sequence`: whether
-        the residual stream is split by columns and norms by rows.
+        """`shares_experts`: whether ranks divide the experts; `sequence`: whether the residual
+        stream is split by columns and norms by rows.
         """
         self.rank, self.ranks = rank, ranks
         self._shares_experts, self._sequence = shares_experts, sequence
         self._program = program
         self._ids = count(1 + max(out.id for op in program.ops if (out := op.output())))
         self._required_parts: dict[int, Parts] = {}
-        """Split of a value that its readers need."""
         self._parts: dict[int, Parts] = {}
         self._own_parts: dict[int, Value] = {}
         self._gathered: dict[int, Value] = {}
-        """The whole of a split value, after an AllGather."""
         self._ops: list[Op] = []
 
     def rewritten(self) -> Program:
@@ -111,7 +108,6 @@ class TensorParallel:
         return replace(group, layout=replace(group.layout, num_heads=last - first))
 
     def _require_parts(self, op: Op) -> None:
-        """Derive the split of the op's inputs from its heads, or from the split of its output."""
         if isinstance(op, ops.Attention):
             self._required_parts[op.q.id] = scaled(
                 query_head_parts(op.num_heads, op.num_kv_heads, self.ranks), op.head_dim
@@ -241,7 +237,7 @@ class TensorParallel:
         self._ops.append(Combine(op.out, gathered, routing))
 
     def _is_decision(self, value: Value) -> bool:
-        """Whether the value chooses experts or gates rows: few numbers, computed on each rank."""
+        """Few numbers that each rank computes: values that choose experts or gate rows."""
         return any(
             (isinstance(op, Route) and op.x == value)
             or (isinstance(op, GateRows) and op.gate == value)
@@ -361,7 +357,6 @@ class TensorParallel:
         return replace(op, **cast(Any, changes)) if changes else op
 
     def _split(self, value: Value, parts: Parts) -> Value:
-        """Register a split value; return this rank's part, which an op writes."""
         first, last = parts[self.rank]
         if all(part == (0, value.width) for part in parts):
             return value
@@ -370,7 +365,6 @@ class TensorParallel:
         return self._own_parts[value.id]
 
     def _part(self, value: Value, parts: Parts) -> Value:
-        """Return this rank's part of a value, or take it from the whole value."""
         if self._parts.get(value.id) == parts:
             return self._own_parts[value.id]
         whole = self._whole(value)

@@ -1,4 +1,4 @@
-"""Transport of rows between processes, over the gloo backend of `torch.distributed`."""
+"""Transport of rows over gloo (`torch.distributed`)."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -20,8 +20,6 @@ _MAX_PENDING_SENDS = 8
 
 
 class GlooTransport:
-    """The process groups of one rank, from `connect` to `disconnect`. It can be connected again."""
-
     def __init__(self, mesh: Mesh, rank: int) -> None:
         self._mesh, self._rank = mesh, rank
         self._share, self._stage = rank % mesh.tensor, mesh.stage(rank)
@@ -32,10 +30,7 @@ class GlooTransport:
         self.received_bytes = 0
 
     def open_groups(self, store: Any) -> tuple[Any, Any]:
-        """Open the groups of all ranks and of this rank's stage; waits for the other ranks.
-
-        Raises RankLostError.
-        """
+        """Wait for the other ranks. Raises RankLostError."""
         timeout = timedelta(seconds=_TIMEOUT_SECONDS)
         with _rank_lost_errors():
             all_ranks = ProcessGroupGloo(

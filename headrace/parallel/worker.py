@@ -1,7 +1,4 @@
-"""A worker: a rank that runs the commands of rank 0, until rank 0 closes the socket.
-
-It sends heartbeats while it works, so that rank 0 detects a stopped worker.
-"""
+"""A worker: runs the commands of rank 0 and sends heartbeats."""
 
 import os
 import socket
@@ -28,11 +25,11 @@ from headrace.parallel.transport import GlooTransport
 
 _HEARTBEAT_SECONDS = 0.25
 READY = b"\x01"
-"""Start of the reply of a loaded rank; its `rank.identity` follows."""
+"""Start of a loaded rank's reply, before its `rank.identity`."""
 STAGE_STEPS = b"\x02"
 """Start of a reply with step times, float64 [steps, (begin, end)]."""
 LENGTH = struct.Struct("<i")
-"""Length before each message; a heartbeat is an empty reply, any other reply is an error."""
+"""Length before each message; a heartbeat is empty."""
 
 
 class Channel:
@@ -53,7 +50,7 @@ class Channel:
             self._connection.sendall(LENGTH.pack(len(body)) + body)
 
     def read(self, size: int) -> bytes:
-        """Read exactly `size` bytes. Raises EOFError if rank 0 has closed the socket."""
+        """Read exactly `size` bytes. Raises EOFError."""
         data = bytearray()
         while len(data) < size:
             chunk = self._connection.recv(min(1 << 20, size - len(data)))
@@ -76,7 +73,7 @@ class Channel:
 def run_commands(channel: Channel, rank: Rank, transport: GlooTransport) -> bool:
     """Run commands until the socket ends; return whether rank 0 sent `CLOSE`.
 
-    An error is sent to rank 0 and ends the process; rank 0 then restarts the ranks.
+    An error ends the process, and rank 0 restarts the ranks.
     """
     with suppress(EOFError, ConnectionError):
         channel.reply(READY + rank.identity.encode())

@@ -1,7 +1,6 @@
-"""The workers: processes of all ranks except 0, started, watched and restarted by rank 0.
+"""The worker processes, which rank 0 starts, watches and restarts.
 
-A stopped worker sends no heartbeat and uses no CPU time, and is killed after `_SILENT_SECONDS`. If
-one worker is lost all are ended, so no exchange waits for it.
+If one worker is lost all are ended, so that no exchange waits for it.
 """
 
 import json
@@ -29,7 +28,7 @@ from headrace.parallel.transport import GlooTransport
 from headrace.parallel.worker import LENGTH, READY, STAGE_STEPS
 
 _SILENT_SECONDS = 3.0
-"""Seconds without a reply and without CPU time after which a worker counts as stopped."""
+"""Seconds without a reply and CPU time after which a worker counts as stopped."""
 _TICK_SECONDS = 0.25
 _LOAD_SECONDS = 1800.0
 _GRACE_SECONDS = 3.0
@@ -53,7 +52,7 @@ class _Worker:
 
 
 class Workers:
-    """The workers of a mesh, used by one thread and watched by another."""
+    """The workers of a mesh."""
 
     def __init__(
         self,
@@ -62,8 +61,8 @@ class Workers:
         transport: GlooTransport,
         identity: str,
     ) -> None:
-        """`setups`: first message to each worker, sent as JSON; `identity`: the `rank.identity`
-        that all ranks must have.
+        """`setups`: first message to each worker; `identity`: the `rank.identity` that all must
+        have.
         """
         self._launcher, self._setups = launcher, setups
         self._transport, self._identity = transport, identity
@@ -82,8 +81,8 @@ class Workers:
     def working(self, generation: int | None = None) -> Iterator[None]:
         """Run a step with all ranks.
 
-        Raises RankLostError if a rank is lost in the context, or was lost before it and no caller
-        knows yet. The next use restarts the ranks, except for work of an earlier `generation`.
+        Raises RankLostError if a rank is lost, or was lost without notice. The next use
+        restarts the ranks, except for an earlier `generation`.
         """
         is_old = generation not in (None, self.generation)
         if is_old or (self._loss and (not self._is_loss_raised or generation is not None)):
@@ -102,7 +101,7 @@ class Workers:
             raise
 
     def connect(self) -> None:
-        """Wait until all ranks are loaded, and connect them. Raises RankLostError."""
+        """Wait until all ranks are connected. Raises RankLostError."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._loss or all(worker.is_ready for worker in self._workers),
@@ -150,9 +149,7 @@ class Workers:
                 self._send_bytes(self._kept_commands[-1])
 
     def stage_steps(self) -> dict[int, NDArray[np.float64]]:
-        """Return the times of the last steps of each worker, [steps, (begin, end)], in seconds of
-        its machine's clock.
-        """
+        """Return each worker's last step times, [steps, (begin, end)], in seconds of its clock."""
         for worker in self._workers:
             worker.stage_steps = None
         self.send(Command(CommandKind.STAGE_STEPS))
@@ -295,7 +292,6 @@ class Workers:
 
 
 def _is_stopped(worker: _Worker) -> bool:
-    """Whether a worker is silent and uses no CPU time, unlike a busy or starting one."""
     if not worker.has_replied and worker.process.cpu_ticks() is None:
         return False
     if time.monotonic() - worker.last_active > _SILENT_SECONDS:

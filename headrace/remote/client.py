@@ -1,7 +1,4 @@
-"""Client of an engine process: starts it, sends requests, streams results and restarts it.
-
-An engine that ends or hangs is restarted, and its requests end with an error at once.
-"""
+"""Client of an engine process, which it restarts when it ends or hangs."""
 
 import asyncio
 import logging
@@ -23,11 +20,9 @@ from headrace.remote.start import StartedEngine, start_engine
 from headrace.remote.stream import Stream
 
 _STALE_SECONDS = 2.0
-"""Age of the heartbeat at which an engine that used no CPU time counts as stalled."""
+"""Heartbeat age of a stalled engine that used no CPU time."""
 _STOPPED_SECONDS = 5.0
-"""Age of the heartbeat at which an engine counts as stalled, and is restarted if it used no CPU
-time.
-"""
+"""Heartbeat age of any stalled engine; it restarts if it used no CPU time."""
 _LOAD_SECONDS = 1800.0
 _WATCH_SECONDS = 0.25
 _POLL_SECONDS = 0.01
@@ -48,9 +43,7 @@ class EngineClient:
         stall_seconds: float,
         started: StartedEngine | None = None,
     ) -> None:
-        """`stall_seconds`: maximum duration of a step before the engine is restarted; `started`: a
-        process to use first.
-        """
+        """`stall_seconds`: maximum duration of a step; `started`: a process to use first."""
         self.info: frames.EngineInfo | None = None
         self.report = frames.Report({}, {}, {})
         self.state: State = "loading"
@@ -126,7 +119,6 @@ class EngineClient:
             await asyncio.gather(self._supervisor, return_exceptions=True)
 
     async def _run_command(self, make_command: Callable[[str], frames.Command]) -> frames.Reply:
-        """Send the command that `make_command` builds from a request id; return the reply."""
         stream = self._open_stream()
         self._send(make_command(stream.id))
         try:
@@ -236,8 +228,7 @@ class EngineClient:
     async def _watch(self, heartbeat: Heartbeat) -> None:
         """Set the state by the heartbeat, and kill an engine that stops or hangs.
 
-        A process on an overloaded machine may write no heartbeat for seconds although it runs. Its
-        CPU time tells it from a stopped process, so it gets as long as a step may take.
+        On an overloaded machine, CPU time tells a slow process from a stopped one.
         """
         process, ticks = self._process, None
         assert process
@@ -268,10 +259,6 @@ class EngineClient:
                 self._set_state("ready")
 
     async def _end_process(self) -> int:
-        """Close the connection, which ends the engine, and kill it after a grace period.
-
-        Returns the exit code, which is negative for a signal.
-        """
         if self._writer:
             self._writer.close()
             self._writer = None

@@ -1,4 +1,4 @@
-"""Protocol of an engine that runs elsewhere: in a child process, or as a fleet of replicas."""
+"""Protocol of an engine that runs elsewhere."""
 
 from collections.abc import Mapping
 from typing import Literal, Protocol
@@ -42,10 +42,9 @@ class RemoteEngine(Protocol):
         """Start the engine; return when it is ready. Raises EngineDeadError with the reason."""
 
     async def submit(self, request: frames.Add) -> Stream:
-        """Send a request; return its stream when the engine has accepted it.
+        """Submit a request; return its stream after the engine accepts it.
 
-        Raises RefusedError for a request that the engine cannot serve, NotReadyError if there is no
-        engine, EngineDeadError if the engine ends.
+        Raises RefusedError, NotReadyError without an engine, and EngineDeadError.
         """
 
     async def load_adapter(self, name: str, path: str) -> None: ...

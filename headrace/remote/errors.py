@@ -1,5 +1,3 @@
-"""Errors of an engine that runs in another process."""
-
 from headrace.errors import HeadraceError
 from headrace.remote.frames import ErrorKind
 

@@ -1,7 +1,4 @@
-"""Messages between an engine process and its client: msgpack frames, each after its length.
-
-A frame carries only new data: each token is sent once. An error is sent as a kind and a message.
-"""
+"""Messages between an engine process and its client: msgpack frames, each after its length."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -22,7 +19,7 @@ ErrorKind = Literal["request", "not_finite", "closed", "internal", "quarantined"
 
 
 class Setup(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Load a model and adapters: the first frame that a client sends.
+    """The first frame: load a model and adapters.
 
     The reply is `EngineInfo`, or `Refused` with an empty id.
     """
@@ -33,7 +30,7 @@ class Setup(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Add(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
-    """Check a request and queue it: see `Engine.check`. The reply is `Accepted` or `Refused`."""
+    """Queue a request. The reply is `Accepted` or `Refused`."""
 
     id: str = ""
     """Chosen by the `RemoteEngine` that the request is submitted to."""
@@ -46,7 +43,6 @@ class Add(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
 
     @property
     def known_tokens(self) -> list[int]:
-        """The prompt, then the tokens of the first output, as a new list."""
         return self.prompt_token_ids + (self.output_token_ids[0] if self.output_token_ids else [])
 
 
@@ -57,7 +53,7 @@ class Abort(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class LoadAdapter(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Load an adapter under a name. The reply is `Accepted` or `Refused`."""
+    """The reply is `Accepted` or `Refused`."""
 
     id: str
     name: str
@@ -65,14 +61,14 @@ class LoadAdapter(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class UnloadAdapter(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Unload an adapter. The reply is `Accepted` or `Refused`."""
+    """The reply is `Accepted` or `Refused`."""
 
     id: str
     name: str
 
 
 class MapBlocks(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Report the KV blocks of each request. The reply is `Blocks` or `Refused`."""
+    """Report KV blocks. The reply is `Blocks` or `Refused`."""
 
     id: str
 
@@ -81,7 +77,7 @@ Command = Add | Abort | LoadAdapter | UnloadAdapter | MapBlocks
 
 
 class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
-    """Properties of an engine. The engine sends it when it is ready."""
+    """Properties of a ready engine."""
 
     architecture: str
     vocab_size: int
@@ -111,7 +107,7 @@ class Refused(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class StepOutput(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
-    """New tokens and text of one output of a request: see `request.Update`."""
+    """New tokens and text of one output: see `request.Update`."""
 
     id: str
     index: int
@@ -138,8 +134,6 @@ class Ended(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True
 
 
 class Report(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Statistics of an engine."""
-
     figures: dict[str, float]
     """The numeric fields and KV properties of `stats.Stats`."""
     adapters: dict[str, int]
@@ -157,7 +151,6 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     released: int
     """Blocks at the beginning that the sequence has released."""
     runs: list[int]
-    """The other blocks in position order, as runs."""
 
 
 class GroupBlocks(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,7 +165,7 @@ class GroupBlocks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Blocks(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """The KV blocks of each sequence: see `stats.BlockMap`."""
+    """See `stats.BlockMap`."""
 
     id: str
     block_size: int
@@ -215,10 +208,7 @@ def read_event(body: bytes) -> Event:
 
 
 def bodies(buffer: bytearray) -> Iterator[bytes]:
-    """Remove all complete frames from the front of a buffer, without their lengths.
-
-    Raises ValueError for a frame above `MAX_FRAME_BYTES`.
-    """
+    """Remove all complete frames. Raises ValueError for a frame above `MAX_FRAME_BYTES`."""
     start = 0
     try:
         while len(buffer) - start >= LENGTH_BYTES:

@@ -1,7 +1,6 @@
-"""Heartbeat of an engine process: a page of shared memory that its client reads.
+"""Heartbeat of an engine process, in shared memory.
 
-A stopped process writes no heartbeat. A process whose step hangs still writes it, with the time at
-which the step started.
+A process whose step hangs still writes it, with the start time of the step.
 """
 
 import mmap
@@ -30,7 +29,7 @@ def cpu_ticks(pid: int) -> int | None:
 
 
 class Heartbeat:
-    """The shared page, by file descriptor. Times are of the system's monotonic clock."""
+    """The shared page. Times are of the system's monotonic clock."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd

@@ -1,8 +1,4 @@
-"""An engine that handles commands and puts events, over any transport.
-
-The engine process (`process.py`) sends them over a socket, a replica on Ray
-(`scaleout/ray_replica.py`) over its handle.
-"""
+"""An engine that handles commands and puts events, over any transport."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -30,7 +26,7 @@ if TYPE_CHECKING:
     from headrace.parallel.launch import Launcher
 
 Put = Callable[[frames.Event], None]
-"""Takes an event, in any thread. It must not block, and raises nothing."""
+"""Takes an event in any thread, without blocking or exceptions."""
 
 _KV_FIGURES = (
     "blocks_total",
@@ -46,10 +42,7 @@ _KV_FIGURES = (
 def open_engine(
     setup: frames.Setup, launcher: "Launcher | None" = None
 ) -> tuple[Engine, ModelSpec]:
-    """Load an engine with its adapters; `launcher` starts its other ranks.
-
-    Raises as `load_model`.
-    """
+    """Load an engine with its adapters. Raises as `load_model`."""
     checkpoint = open_model(setup.model, setup.config)
     engine = load_engine(
         setup.model, setup.config, checkpoint, checkpoint.load_tokenizer(), launcher
@@ -102,7 +95,6 @@ class EngineHost:
         return report_of(self.thread.call(self.engine.stats))
 
     def handle(self, command: frames.Command) -> None:
-        """Carry out a command; its reply and results are put as events."""
         try:
             match command:
                 case frames.Abort(request_id):
@@ -183,7 +175,7 @@ def report_of(stats: Stats) -> frames.Report:
 
 
 def blocks_of(request_id: str, block_map: BlockMap) -> frames.Blocks:
-    """Encode a block map with runs, so one long sequence in a full pool is a few numbers."""
+    """Encode a block map with runs."""
     groups = [
         frames.GroupBlocks(
             layers=group.layers,

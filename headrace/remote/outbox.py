@@ -1,4 +1,4 @@
-"""Queue of events to send. Events that wait while the reader is busy are merged."""
+"""Queue of events to send."""
 
 import socket
 from contextlib import suppress
@@ -8,7 +8,7 @@ from headrace.remote import frames
 
 
 class Outbox:
-    """A queue of events: any thread puts, without blocking; one thread writes."""
+    """Any thread puts events, without blocking; one thread merges and writes them."""
 
     def __init__(self) -> None:
         self._events: SimpleQueue[frames.Event | None] = SimpleQueue()
@@ -20,10 +20,7 @@ class Outbox:
         self._events.put(None)
 
     def write_next(self, connection: socket.socket) -> bool:
-        """Wait for events, merge and write all that are queued; returns False after `close`.
-
-        A slow reader gets fewer, larger events. Raises OSError if the other end has closed.
-        """
+        """Wait for events and write all; returns False after `close`. Raises OSError."""
         events, is_open = [self._events.get()], True
         with suppress(Empty):
             while events[-1] is not None:
@@ -36,7 +33,7 @@ class Outbox:
 
 
 def merge(events: list[frames.Event]) -> list[frames.Event]:
-    """Merge the step outputs of each output of a request into one event, at the first's place."""
+    """Merge the step outputs of each output into one event."""
     merged: list[frames.Event | list[frames.StepOutput]] = []
     outputs: dict[tuple[str, int], list[frames.StepOutput]] = {}
     for event in events:

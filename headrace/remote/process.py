@@ -1,8 +1,6 @@
-"""The engine process: reads commands from a socket, runs the engine and writes its events.
+"""The engine process: serves commands from a socket, and ends with its parent.
 
-It ends when its parent closes the socket or ends. The main thread reads and checks commands, the
-engine's thread runs the steps, and a third thread writes events: no step waits for a check, or for
-a slow reader.
+Separate threads check commands, run steps and write events: no step waits.
 """
 
 import atexit
@@ -75,7 +73,6 @@ class EngineServer:
             self._heartbeat.beat(self._host.thread.step_started)
 
     def _put_reports(self) -> None:
-        """Put a report after events were written, until two reports are equal."""
         report = None
         with suppress(ClosedError):
             while not self._closed.wait(_REPORT_SECONDS):
@@ -100,11 +97,7 @@ def _read_bodies(connection: socket.socket) -> Iterator[bytes]:
 
 
 def main(*arguments: str) -> None:
-    """Load the engine of the first frame and serve it.
-
-    An error of the model or its options is sent as the only event; its exit code is the exit code
-    of the process. `arguments`: descriptors of the socket and the heartbeat, and the parent's id.
-    """
+    """Serve until the parent ends; its error is the only event of a failed load."""
     socket_fd, heartbeat_fd, parent = map(int, arguments)
     faulthandler.enable()
     # The client sends SIGUSR1 to an engine that hangs, to see its stacks.

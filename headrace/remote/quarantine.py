@@ -1,7 +1,6 @@
 """Quarantine of requests that were running when an engine ended.
 
-Such a suspect, if it is sent again, runs with few other suspects. One that runs alone when an
-engine ends is refused. A request is identified by its content, whichever client sends it.
+Suspects run with few other suspects. A request that alone ended an engine is refused.
 """
 
 import asyncio
@@ -65,10 +64,7 @@ class Quarantine:
             self._notify()
 
     def engine_ended(self, running: Iterable[frames.Add]) -> None:
-        """Blame the running suspects for an engine's end; without any, all running requests.
-
-        A suspect that ran alone is refused from now on.
-        """
+        """Blame the running suspects for an engine's end; without any, all running requests."""
         blamed = set(self._running) or {request_key(request) for request in running}
         if len(blamed) > _MAX_SUSPECTS:
             max_suspects = _MAX_SUSPECTS
@@ -89,6 +85,6 @@ class Quarantine:
 
 
 def request_key(request: frames.Add) -> bytes:
-    """Hash the content of a request: prompt, parameters and options."""
+    """Hash prompt, parameters and options."""
     content = msgspec.structs.replace(request, id="", output_token_ids=[])
     return blake2b(frames.encode(content), digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""Status of a replica, which it sends repeatedly to the frontend of its fleet."""
+"""Status that a replica sends to its frontend."""
 
 import msgspec
 
@@ -8,10 +8,9 @@ from headrace.remote.engine import State
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     boot_id: str
-    """Random id of the engine's start; another start has an empty KV cache."""
+    """Random id of the start; a new id means an empty KV cache."""
     state: State
     draining: bool
-    """Whether it refuses new requests and ends after the running requests."""
     info: frames.EngineInfo
     report: frames.Report
     adapters: dict[str, str]
@@ -30,5 +29,5 @@ def encode_status(status: ReplicaStatus) -> bytes:
 
 
 def read_status(body: bytes) -> ReplicaStatus:
-    """Decode the body of a frame. Raises msgspec.DecodeError."""
+    """Raises msgspec.DecodeError."""
     return msgspec.msgpack.decode(body, type=ReplicaStatus)

@@ -1,8 +1,4 @@
-"""Start of an engine process.
-
-The process imports its modules while its parent imports others. The model is chosen later, by
-`frames.Setup`.
-"""
+"""Starts an engine process, whose modules load before its model is chosen."""
 
 import os
 import socket
@@ -25,7 +21,7 @@ class StartedEngine(NamedTuple):
 
 
 def start_engine() -> StartedEngine:
-    """Start an engine process, which ends with this process or when its connection is closed."""
+    """Start an engine process, which ends with this process."""
     ours, theirs = socket.socketpair()
     heartbeat = Heartbeat.create()
     # The process imports from the paths of this one, and never from the working directory, which
@@ -44,7 +40,6 @@ def start_engine() -> StartedEngine:
 
 @contextmanager
 def starting_engine() -> Iterator[StartedEngine]:
-    """Start an engine process for a server, and kill it when the context is left."""
     started = start_engine()
     try:
         yield started

@@ -1,4 +1,4 @@
-"""Events of one request or command, as an engine client receives them."""
+"""Events of one request or command."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -11,7 +11,7 @@ _MAX_UNREAD = 4096
 
 
 class Stream:
-    """The events of a request. `close` aborts the request if it is running."""
+    """The events of a request. `close` aborts it."""
 
     def __init__(
         self, request_id: str, request: frames.Add | None, abort: Callable[[str], None]

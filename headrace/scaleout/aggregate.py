@@ -1,4 +1,4 @@
-"""Properties and statistics of a fleet, combined from its replicas as if they were one engine."""
+"""Properties and statistics of a fleet as if it were one engine."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -45,7 +45,7 @@ def common_adapters(replicas: Collection[ReplicaStatus]) -> dict[str, str]:
 
 
 def combine_blocks(maps: Mapping[str, frames.Blocks]) -> frames.Blocks:
-    """Concatenate the KV groups of all replicas; requests are named REPLICA/REQUEST."""
+    """Concatenate the KV groups; requests are named REPLICA/REQUEST."""
     groups = [
         msgspec.structs.replace(
             group,

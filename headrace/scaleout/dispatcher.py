@@ -12,15 +12,13 @@ RequestEvent = frames.Accepted | frames.StepOutput | frames.Ended
 
 class ReplicaLostError(EngineError):
     def __init__(self, boot_id: str, reason: str) -> None:
-        """`boot_id`: the dead replica, whose death counts once; empty if the request cannot have
-        caused the loss.
-        """
+        """`boot_id` names the dead replica; empty if the request cannot have caused the loss."""
         super().__init__(reason)
         self.boot_id = boot_id
 
 
 class Dispatcher(Protocol):
-    """Replicas of one model, any of which gives the same tokens for a request."""
+    """Replicas that all give the same tokens for a request."""
 
     @property
     def replicas(self) -> Mapping[str, ReplicaStatus]: ...
@@ -31,22 +29,17 @@ class Dispatcher(Protocol):
     def generate(self, request: frames.Add) -> AsyncGenerator[RequestEvent]:
         """Run a request on a replica; yields `Accepted` first and `Ended` last.
 
-        The request continues after its `output_token_ids`. Its id must be unique among the running
-        requests; all events have it. Closing the iterator aborts the request.
+        It continues after its `output_token_ids`. Closing the iterator aborts it.
 
-        Raises RefusedError for a request that the replica cannot serve, NoReplicaError if no
-        replica can accept it now, ReplicaLostError if the replica is lost within seconds.
+        Raises RefusedError, NoReplicaError if no replica can accept it now, ReplicaLostError.
         """
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load an adapter on all replicas.
-
-        Raises RefusedError if a replica fails to, NoReplicaError if one does not respond.
-        """
+        """Load an adapter on all replicas. Raises RefusedError and NoReplicaError."""
 
     async def unload_adapter(self, name: str) -> None: ...
 
     async def block_maps(self) -> Mapping[str, frames.Blocks]:
-        """Return the KV blocks of each replica. Raises NoReplicaError if one does not respond."""
+        """Return the KV blocks of each replica. Raises NoReplicaError."""
 
     async def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Queues that carry events from an engine's thread to the coroutines of an event loop."""
+"""Carries events from an engine's thread to coroutines."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -16,13 +16,13 @@ class _RequestQueue:
 
 
 class EventQueues:
-    """The events of one engine, by request. Create it in the event loop that reads them."""
+    """The events of one engine, by request. The reading event loop creates it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._arrived: SimpleQueue[frames.Event] = SimpleQueue()
         self._is_scheduled = False
-        """Whether the loop will call `_distribute`: once for all events of a step."""
+        """One call of `_distribute` handles all events of a step."""
         self._queues: dict[str, _RequestQueue] = {}
 
     def put(self, event: frames.Event) -> None:
@@ -39,7 +39,7 @@ class EventQueues:
         self._queues.pop(request_id, None)
 
     async def read(self, request_id: str) -> AsyncIterator[list[frames.Event]]:
-        """Yield the events of an open request, all that are queued at a time, to the last."""
+        """Yield the events of a request to the last."""
         queue = self._queues[request_id]
         while True:
             await queue.filled.wait()

@@ -1,8 +1,6 @@
-"""Many replicas as one engine: if the replica of a request is lost, another one continues it.
+"""Many replicas as one engine. A request of a lost replica continues on another replica.
 
-A request without a seed gets one here, so that every replica samples the same tokens. A replica
-that continues a request receives its tokens as output, not as prompt (`Engine.check`), so the
-client gets every token and character once.
+Every request gets a seed, so that all replicas sample the same tokens.
 """
 
 import asyncio
@@ -35,9 +33,7 @@ class Fleet:
     exit_code = 1
 
     def __init__(self, dispatcher: Dispatcher, seed: int = 0, wait_seconds: float = 30.0) -> None:
-        """`seed`: seed of the engines' configuration; `wait_seconds`: maximum wait of a request for
-        a replica.
-        """
+        """`wait_seconds`: maximum wait of a request for a replica."""
         self._dispatcher = dispatcher
         self._seed = seed
         self._wait_seconds = wait_seconds
@@ -68,7 +64,6 @@ class Fleet:
 
     @property
     def ready(self) -> bool:
-        """Whether requests are accepted. They wait while there is no replica."""
         return self.state in ("ready", "stalled")
 
     @property
@@ -196,10 +191,6 @@ class Fleet:
         log.warning("a replica was lost; its request continues on another one: %s", error)
 
     async def _wait(self, since: float | None, resumable: ResumableRequest) -> float:
-        """Wait a moment for a replica; returns when the wait began.
-
-        Raises NotReadyError if the wait or the request is out of time.
-        """
         since = monotonic() if since is None else since
         left = resumable.seconds_left
         if monotonic() - since >= self._wait_seconds or (left is not None and left < _POLL_SECONDS):

@@ -1,7 +1,6 @@
 """Quarantine of requests that were running on replicas that died.
 
-After one death a request continues elsewhere, since the death may be chance. After two it runs
-alone among such requests. After three it is refused, so one request cannot end the whole fleet.
+After two deaths a request runs alone among suspects. After three it is refused.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ _DEATHS_REFUSED = 3
 
 
 class FleetQuarantine:
-    """Deaths of replicas by request. A request is identified by its content."""
+    """Deaths of replicas by the content of requests."""
 
     def __init__(self) -> None:
         self._deaths: dict[bytes, dict[str, float]] = {}

@@ -1,4 +1,4 @@
-"""The frontend of workers: the server's app over a fleet of them."""
+"""The server's app over a fleet of workers."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -15,7 +15,7 @@ from headrace.server.settings import Settings
 
 
 def worker_urls(arguments: Iterable[str]) -> list[str]:
-    """Split arguments at commas into URLs. Raises RequestError for an invalid or repeated URL."""
+    """Split arguments at commas. Raises RequestError for an invalid or repeated URL."""
     urls: list[str] = []
     parts = (part.strip().rstrip("/") for argument in arguments for part in argument.split(","))
     for text in parts:
@@ -50,7 +50,7 @@ def route(
 ) -> int:
     """Serve until a signal arrives; returns the exit code. Raises as `serve` does.
 
-    `key`: API key of the workers; `wait`: maximum seconds that a request waits for a worker.
+    `key`: API key of the workers; `wait`: maximum seconds a request waits.
     """
     workers = HttpWorkers(urls, key, partial(_fingerprint, model, config))
     return serve(model, config, settings, lambda: Fleet(workers, config.seed, wait), announce)

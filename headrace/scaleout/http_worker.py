@@ -1,7 +1,6 @@
-"""Client of one worker (`headrace serve --worker`) over HTTP: its status and its requests.
+"""Client of one worker over HTTP.
 
-One connection streams the status, several per second. If it stops for `_SILENT_SECONDS` the worker
-is lost: all its connections are closed, and its requests continue elsewhere.
+A worker without a status for `_SILENT_SECONDS` is lost, and its requests continue elsewhere.
 """
 
 import asyncio
@@ -23,7 +22,6 @@ _SILENT_SECONDS = 3.0
 _CONNECT_SECONDS = 2.0
 _RETRY_SECONDS = 0.25
 _KEEPALIVE_SECONDS = 30.0
-"""Seconds that a connection stays open for the next request; a worker closes it later."""
 
 _FAILURES = (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError, ValueError)
 
@@ -36,7 +34,7 @@ class HttpWorker:
     def __init__(
         self, url: str, key: str, on_status: Callable[["HttpWorker", ReplicaStatus | None], None]
     ) -> None:
-        """`on_status` is called with each status, and with None if the worker is not present."""
+        """`on_status` gets each status, and None if the worker is not present."""
         self.url = url
         self.status: ReplicaStatus | None = None
         self.problem = ""
@@ -101,10 +99,7 @@ class HttpWorker:
         raise ReplicaLostError(boot_id, f"{self.url}: {reason}")
 
     async def call(self, method: str, path: str, body: object = None) -> bytes:
-        """Call a route; returns the body of the response.
-
-        Raises RefusedError for an error response, NoReplicaError if the worker is not present.
-        """
+        """Call a route. Raises RefusedError, and NoReplicaError without a worker."""
         session = self._session
         if session is None:
             raise NoReplicaError(f"{self.url} is not present")
@@ -128,7 +123,6 @@ class HttpWorker:
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[aiohttp.ClientSession]:
-        """Open a session; leaving the context closes all its connections, busy ones included."""
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
@@ -161,9 +155,8 @@ class HttpWorker:
             response.close()  # aborts a request whose response was not read to its end
 
     async def _unless_lost(self, session: aiohttp.ClientSession, work: Awaitable[_T]) -> _T:
-        """Await `work`. Raises TimeoutError when the worker is lost.
-
-        Closing a connection does not wake its reader, so each wait has a timeout.
+        """Await `work`. Raises TimeoutError if the worker is lost, because closing wakes no
+        reader.
         """
         async with asyncio.timeout(None if session is self._session else 0) as timeout:
             self._timeouts.add(timeout)
@@ -207,7 +200,7 @@ def _describe(error: BaseException) -> str:
 
 
 async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
-    """Raise NoReplicaError for a busy worker, RefusedError for any other error response."""
+    """Raise NoReplicaError for a busy worker, RefusedError for any other error."""
     if response.status == 200:
         return
     message = await _error_message(response)

@@ -1,4 +1,4 @@
-"""Workers at URLs as a `Dispatcher`. A prefix-aware router chooses the worker of each request."""
+"""Workers at URLs as a `Dispatcher`."""
 
 import asyncio
 import logging
@@ -35,9 +35,7 @@ log = logging.getLogger("headrace.scaleout")
 
 class HttpWorkers:
     def __init__(self, urls: Iterable[str], key: str, fingerprint: Callable[[], str]) -> None:
-        """`key`: API key of the workers; `fingerprint`: returns the fingerprint of the model that
-        they must serve, called in a thread.
-        """
+        """`fingerprint` identifies the required model; a thread calls it."""
         self._workers = {url: HttpWorker(url, key, self._observe) for url in urls}
         self._fingerprint = fingerprint
         self._model = ""
@@ -57,10 +55,7 @@ class HttpWorkers:
         }
 
     async def start(self) -> None:
-        """Wait, without a limit, until a worker accepts requests.
-
-        Raises EngineDeadError if all workers were tried, and at least one is unusable.
-        """
+        """Wait for a worker. Raises EngineDeadError if no worker is usable."""
         self._model = await asyncio.to_thread(self._fingerprint)
         self._watching = [
             asyncio.ensure_future(worker.watch()) for worker in self._workers.values()
@@ -77,10 +72,7 @@ class HttpWorkers:
             self._status_changed.clear()
 
     async def generate(self, request: frames.Add) -> AsyncGenerator[RequestEvent]:
-        """Run a request on the worker with the earliest expected first token.
-
-        If that worker is busy, the next best is tried.
-        """
+        """Run a request on the worker with the earliest expected first token that accepts it."""
         candidates = {url for url, worker in self._workers.items() if worker.accepts_requests}
         while True:
             routed = self._route(request, candidates)

@@ -1,14 +1,9 @@
-"""Router: sends a request to the replica with the least expected time to its first token.
+"""Routes a request to the replica with the least expected time to its first token.
 
-    (uncached rows + queued rows) x seconds of a row in the replica's steps
+(uncached rows + queued rows) x seconds of a row
 
-A prompt goes where most of it is cached, unless a long queue there makes another replica faster;
-then both have it cached. So a hot prefix spreads. Rows are queued from the routing of their request
-to its first token. A bounded tree (`prefix_tree.py`) predicts the replicas' prefix caches.
-
-Times are weighted by load, so no replica gets far more than its share (bounded loads: Mirrokni et
-al. 2018). Times within a third of a step are equal; then the lowest load wins. There is no clock
-and no randomness: equal calls give equal choices.
+Load weights the times (bounded loads: Mirrokni et al. 2018). The lowest load wins ties. Equal
+calls give equal choices.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,9 +18,7 @@ from headrace.scaleout.replica_load import ReplicaLoads
 from headrace.scaleout.replica_speed import ReplicaSpeed
 
 _TIE_STEPS = 0.3
-"""Difference of expected times, in steps, that counts as a tie: the progress of the running step is
-unknown.
-"""
+"""Difference in steps that counts as a tie, since the running step's progress is unknown."""
 
 
 @frozen
@@ -55,9 +48,8 @@ class _Replica(NamedTuple):
 class PrefixRouter:
     """Routes requests to replicas that join and leave. Not thread-safe.
 
-    `block_size`: tokens of a block, as in the replicas' prefix caches; `max_blocks`: maximum blocks
-    to remember for each replica, ideally the size of its KV cache; `first_replica`: number of the
-    replica that wins the first tie, different for each of several routers.
+    `max_blocks`: blocks to remember per replica; `first_replica`: winner of the first tie,
+    different for each router.
     """
 
     def __init__(
@@ -116,10 +108,9 @@ class PrefixRouter:
         scope: CacheScope | None = None,
         candidates: Iterable[str] | None = None,
     ) -> RoutedRequest:
-        """Choose a replica for a prompt, of all replicas or of `candidates`.
+        """Choose a replica of `candidates` or of all.
 
-        The request counts as running until `ended` or `failed`, or until its replica leaves. Raises
-        NoReplicaError without a candidate, RequestError for an invalid token id.
+        Raises NoReplicaError without a candidate, RequestError for an invalid token id.
         """
         scope = scope or (None, None)
         allowed = self._loads.is_present
@@ -160,7 +151,7 @@ class PrefixRouter:
         return routed
 
     def first_token(self, routed: RoutedRequest) -> None:
-        """Note that the prompt was computed. A repeated or late call has no effect."""
+        """Note that the prompt was computed. A late call has no effect."""
         request = self._running.get(routed.number)
         if request and request.queued_rows:
             self._loads.first_token(request.replica, request.queued_rows)
@@ -168,7 +159,7 @@ class PrefixRouter:
             self._running[routed.number] = request._replace(queued_rows=0)
 
     def ended(self, routed: RoutedRequest, tokens: Sequence[int] | None = None) -> None:
-        """End a request. `tokens`: prompt and output, which the replica now has cached, or None."""
+        """End a request. `tokens`: prompt and output, which are now cached, or None."""
         request = self._running.pop(routed.number, None)
         if request is None:
             return
@@ -184,17 +175,14 @@ class PrefixRouter:
             )
 
     def failed(self, routed: RoutedRequest) -> None:
-        """End a request that its replica failed.
-
-        The replica gets fewer requests until one has its first token.
-        """
+        """End a request that its replica failed; it gets fewer requests until it recovers."""
         request = self._running.get(routed.number)
         if request:
             self._loads.raise_doubt(request.replica)
             self.ended(routed)
 
     def observe(self, replica: str, queued_rows: int, running: int) -> None:
-        """Set a replica's own counts of queued rows and requests, which include other routers."""
+        """Set a replica's own counts, which include other routers."""
         known = self._replicas.get(replica)
         if known:
             self._loads.observe(known.number, queued_rows, running)

@@ -1,14 +1,9 @@
 """Predicted prefix caches of all replicas: one radix tree of token blocks.
 
-The key of a node is the name of its parent and the token ids of its block, compared exactly, so a
-match is never a hash collision. First blocks have a scope as parent: requests of two tenants, or
-with two adapters, share no node. The bits of an integer are the replicas that hold a node. A
-replica that holds a block holds all blocks before it, so one walk along a prompt finds the cached
-length of a thousand replicas.
+Nodes compare token ids exactly. First blocks have a scope as parent, so tenants and adapters
+share no node. A replica that holds a block holds all blocks before it.
 
-Each replica's blocks are ordered by last use, each path from its end to its start: the first is
-always a leaf, and is evicted first, as in the replica's cache. The tree is a few dicts of bytes and
-integers, since Python's garbage collector would pause 0.1 s for a million linked objects.
+The tree is dicts of bytes and integers: linked objects would slow the garbage collector.
 """
 
 from array import array
@@ -23,13 +18,13 @@ from numpy.typing import NDArray
 from headrace.errors import RequestError
 
 CacheScope = tuple[str | None, str | None]
-"""Cache salt and adapter: only requests with the same scope share prefixes."""
+"""Cache salt and adapter: only equal scopes share prefixes."""
 
 _TOKEN_BYTES = array("i").itemsize
 
 
 class PrefixTree:
-    """Blocks of `block_size` tokens that each replica, a small number, holds."""
+    """Blocks of `block_size` tokens that each replica holds."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -57,7 +52,6 @@ class PrefixTree:
         return [packed[start : start + size] for start in range(0, len(packed) - size + 1, size)]
 
     def find(self, blocks: Sequence[bytes], scope: CacheScope) -> list[bytes]:
-        """Return the nodes of the leading blocks that any replica holds."""
         parent, path = _root(scope), list[bytes]()
         for block in blocks:
             node = self._nodes.get(parent + block)
@@ -95,9 +89,9 @@ class PrefixTree:
         max_blocks: int,
         found: Sequence[bytes] = (),
     ) -> None:
-        """Add blocks to a replica, and evict its least recently used above `max_blocks`.
+        """Add blocks, and evict the least recently used above `max_blocks`.
 
-        `found`: nodes of the leading blocks, from a `find` just before.
+        `found`: result of a `find` just before.
         """
         path = list(found[:max_blocks])
         parent = path[-1] if path else _root(scope)
@@ -128,7 +122,6 @@ class PrefixTree:
             self._release(replica, node)
 
     def _release(self, replica: int, node: bytes) -> None:
-        """Remove a leaf of a replica; a node without holders leaves the tree."""
         holders = self._holders[node] ^ 1 << replica
         if holders:
             self._holders[node] = holders
@@ -137,5 +130,5 @@ class PrefixTree:
 
 
 def _root(scope: CacheScope) -> bytes:
-    """Return the parent name of a scope, which no node has: nodes start with another letter."""
+    """Nodes start with another letter than scopes."""
     return b"s" + dumps(scope).encode()

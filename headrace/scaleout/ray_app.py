@@ -1,4 +1,4 @@
-"""The application on Ray Serve: replicas, and an ingress if the cluster serves HTTP itself."""
+"""The application on Ray Serve."""
 
 from typing import Any
 
@@ -25,11 +25,9 @@ _TARGET_LOAD = 0.7
 """Share of the running sequences of a replica at which there are enough replicas."""
 _MIN_LOOK_BACK = 1.0
 _MAX_AT_INGRESS = 10_000
-"""Maximum requests at the ingress: high, since the app itself limits and refuses requests."""
+"""Maximum requests at the ingress: high, since the app itself limits requests."""
 _ROUTER = f"{__name__}.PrefixRequestRouter"
-"""Ray copies a class by value, with its globals, from the module of this path. This module only
-imports the class, so Ray imports it as well.
-"""
+"""Ray imports the router by this path: it would copy a local class by value."""
 _MAX_ATTEMPTS = 3
 
 
@@ -42,11 +40,7 @@ class AppArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def build(args: dict[str, Any]) -> Application:
-    """Build the application of a cluster, with its ingress.
-
-    In `serveConfigV2`: `import_path: headrace.scaleout.ray_app:build`. Raises RequestError for
-    invalid `args`.
-    """
+    """Build the application with its ingress, for `serveConfigV2`. Raises RequestError."""
     try:
         parsed = msgspec.convert(args, AppArgs)
         check_names("server setting", parsed.server, Settings.__struct_fields__)

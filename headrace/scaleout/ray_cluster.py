@@ -1,7 +1,7 @@
-"""A Ray cluster: a private one on this machine, or an existing one.
+"""A private Ray cluster on this machine, or an existing one.
 
-A process that can connect to a Ray cluster can run code in it. So a private cluster listens on the
-loopback interface, requires a secret token, and has no dashboard and no usage statistics.
+Any client of a cluster can run code in it. So a private cluster listens on loopback and
+requires a token.
 """
 
 import logging
@@ -19,7 +19,7 @@ from headrace.errors import RequestError
 
 _LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 80 << 20
-"""Ray's minimum: no data of Headrace goes through the object store."""
+"""Ray's minimum."""
 _SERVE_ENV = {
     # Call replicas and handles in their event loop, not over the queue of another thread.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -37,8 +37,6 @@ _PRIVATE_ENV = {
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True):
-    """Number of replicas."""
-
     replicas: int = 1
     max_replicas: int = 0
     """Maximum; 0: always `replicas`."""
@@ -51,8 +49,7 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
 def ray_cluster(num_cpus: int) -> Iterator[bool]:
     """Join the cluster of `RAY_ADDRESS`, or start a private one; yields whether it is private.
 
-    `num_cpus`: cores of a private cluster, which ends with the context. Call it before Ray is
-    imported. Raises RequestError if the cluster of `RAY_ADDRESS` cannot be joined.
+    Call it before Ray is imported. Raises RequestError if it cannot join.
     """
     os.environ.update(_SERVE_ENV)
     if os.environ.get("RAY_ADDRESS"):
@@ -83,11 +80,6 @@ def ray_cluster(num_cpus: int) -> Iterator[bool]:
 
 @contextmanager
 def _cluster_folder() -> Iterator[str]:
-    """Make a folder for a cluster's files.
-
-    When this process ends, for any reason, `ray_reaper.py` ends the processes of the cluster and
-    removes the folder.
-    """
     folder = tempfile.mkdtemp(prefix="headrace-ray-")
     command = [sys.executable, "-P", "-m", "headrace.scaleout.ray_reaper", folder, str(os.getpid())]
     # Leaving this context closes the reaper's input, which starts its work, and waits for it.

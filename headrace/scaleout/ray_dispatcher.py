@@ -1,7 +1,4 @@
-"""The replicas of a Ray Serve application as a `Dispatcher`.
-
-Requests go over a handle, whose router (`ray_router.py`) chooses the replica.
-"""
+"""The replicas of a Ray Serve application as a `Dispatcher`."""
 
 import asyncio
 import logging
@@ -35,25 +32,21 @@ log = logging.getLogger("headrace.scaleout")
 
 class RayDispatcher:
     def __init__(self, deploy: Callable[[], Any], app: str, fingerprint: Callable[[], str]) -> None:
-        """`deploy` returns a handle to the replicas of application `app` when they run, or raises
-        EngineDeadError; `fingerprint` returns the fingerprint of the model that they must serve.
-        Both are called in a thread.
+        """`deploy` returns a handle to the running replicas, or raises EngineDeadError;
+        `fingerprint` identifies the required model. Threads call both.
         """
         self._deploy = deploy
         self._fingerprint = fingerprint
         self._model = ""
         self._unequal = set[str]()
-        """Boot ids of replicas whose nodes have another model of that name."""
         self._app = app
         self._handle: Any = None
         self._statuses: dict[str, ReplicaStatus] = {}
         self._watching: asyncio.Future[None] | None = None
         self._responses: dict[str, Any] = {}
         self._adapters: dict[str, str] = {}
-        """Paths of adapters by name, for replicas that start later."""
         self._ids = count()
         self._prefix = secrets.token_hex(4)
-        """Prefix of request ids, unique among the frontends of the replicas."""
 
     @property
     def replicas(self) -> Mapping[str, ReplicaStatus]:

@@ -1,7 +1,4 @@
-"""The frontend as a deployment of Ray Serve, for clusters whose proxies serve HTTP (KubeRay).
-
-`ray_app.build` deploys it.
-"""
+"""The frontend as a deployment of Ray Serve, for clusters whose proxies serve HTTP (KubeRay)."""
 
 import os
 from functools import partial
@@ -25,14 +22,8 @@ from headrace.server.startup import start_server
 
 @serve.ingress()
 class Ingress:
-    """Ray Serve creates one in each ingress process, and takes its ASGI app."""
-
     def __init__(self, replicas: Any, setup: bytes, settings: bytes) -> None:
-        """`replicas`: a handle to the deployment of `ray_replica.Replica`; `setup`: an encoded
-        `frames.Setup`; `settings`: encoded `Settings`.
-
-        Raises RequestError if HEADRACE_API_KEY has no key: requests come from anywhere.
-        """
+        """`setup` and `settings` are encoded. Raises RequestError without an API key."""
         (body,) = frames.bodies(bytearray(setup))
         keys = tuple(filter(None, [os.environ.get("HEADRACE_API_KEY")]))
         self._settings = msgspec.structs.replace(

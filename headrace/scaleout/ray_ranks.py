@@ -1,8 +1,4 @@
-"""Ranks of a replica on Ray, in the bundles of its placement group.
-
-The replica is rank 0. Each other rank has an actor, which runs a worker process
-(`parallel/hosts.py`) and a new one whenever the ranks restart.
-"""
+"""Ranks of a replica on Ray, in its placement group. The replica is rank 0."""
 
 import os
 import socket
@@ -17,12 +13,8 @@ from headrace.parallel.hosts import HostLauncher, Placement, run_worker
 
 
 class RayRanks:
-    """The actors of all ranks except 0. They end with this object."""
-
     def __init__(self, num_ranks: int, threads: int) -> None:
-        """Create it in a replica whose placement group has a bundle of `threads` cores per rank,
-        the first one its own.
-        """
+        """Create it in a replica whose placement group has a bundle of `threads` cores per rank."""
         group = get_current_placement_group()
         address = get_node_ip_address()
         place = Placement(
@@ -30,9 +22,7 @@ class RayRanks:
         )
         nodes = set(placement_group_table(group)["bundles_to_node_id"].values())
         self.launcher: HostLauncher | None = None
-        """Launcher for ranks on one node; None if they are on several, which the environment then
-        describes.
-        """
+        """Launcher for ranks on one node; None if the environment describes several nodes."""
         if len(nodes) == 1:
             self.launcher = HostLauncher(place)
         else:
@@ -45,9 +35,7 @@ class RayRanks:
 
 class RankActor:
     def run(self, rank: int, num_ranks: int, address: str, port: int) -> int:
-        """Run the worker until rank 0, whose store is at the address, ends; returns its exit
-        code.
-        """
+        """Run the worker until rank 0 ends; returns its exit code."""
         place = Placement(rank=rank, size=num_ranks, address=address, port=port, has_store=False)
         return run_worker(place, RANK_COMMAND)
 

@@ -1,8 +1,4 @@
-"""Cleans up a private Ray cluster after the process that started it has ended.
-
-That process holds the reaper's standard input open. A process of the cluster is recognised by its
-log file, open in the cluster's folder.
-"""
+"""Cleans up a private Ray cluster after the process that started it has ended."""
 
 import os
 import shutil
@@ -13,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 
 _MAX_ROUNDS = 100
-"""Maximum searches for processes; each may find some that have just started."""
 
 
 def processes_of(folder: str) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""A replica on Ray Serve: an engine in an actor, with the frames of an engine process."""
+"""A replica on Ray Serve: an engine in an actor."""
 
 import asyncio
 import secrets
@@ -29,13 +29,8 @@ class UnhealthyError(HeadraceError): ...
 
 
 class Replica:
-    """Ray Serve creates one in each replica process, and calls its methods by name."""
-
     def __init__(self, setup: bytes, stall_seconds: float) -> None:
-        """`setup`: an encoded `frames.Setup`; `stall_seconds`: maximum duration of a step.
-
-        Ray calls it in the event loop of all other calls, before any other call.
-        """
+        """`setup`: an encoded `frames.Setup`; `stall_seconds`: maximum duration of a step."""
         decoded = _decode_setup(setup)
         self._ranks = _start_ranks(decoded.config)
         engine, spec = open_engine(decoded, self._ranks.launcher if self._ranks else None)
@@ -49,10 +44,7 @@ class Replica:
         self._reporting: asyncio.Future[None] | None = None
 
     async def generate(self, request: bytes) -> AsyncIterator[bytes]:
-        """Run an encoded `frames.Add`; yields the encoded events of each step.
-
-        Closing the iterator aborts the request.
-        """
+        """Run an encoded `frames.Add`; yields encoded events. Closing the iterator aborts it."""
         command = _decode_command(request)
         self._queues.open(command.id)
         is_over = False
@@ -107,7 +99,6 @@ class Replica:
             self._report = await asyncio.to_thread(self._host.report)
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Return metadata for the routers, called by Ray when the replica is ready."""
         engine = self._host.engine
         kv = engine.limits.kv
         return ReplicaMetadata(

@@ -1,8 +1,6 @@
-"""The prefix router as a request router of Ray Serve, whose alpha API only this file uses.
+"""The prefix router as a request router of Ray Serve, an alpha API.
 
-Ray creates a router per handle, passes it the replicas and asks it for the replica of each request.
-Ray does not report the first token and the end of a request: the dispatcher of the same handle
-does, in the same event loop.
+The dispatcher reports the first token and the end of requests, which Ray does not.
 """
 
 import asyncio
@@ -42,16 +40,13 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
         self._prefix_router: PrefixRouter | None = None
         self._routed_requests: dict[str, _RunningRequest] = {}
         self.silent = set[str]()
-        """Boot ids of replicas that do not respond. Ray lists them until its own health checks have
-        failed.
-        """
+        """Boot ids of replicas that do not respond, which Ray still lists."""
         self._replica_metadata: dict[str, ReplicaMetadata] = {}
         self._speeds: dict[str, SpeedEstimator] = {}
         self._common_speed = SpeedEstimator()
         _routers[self._deployment_id.app_name] = self
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Set the present replicas. Called by Ray."""
         super().update_replicas(replicas)
         present = {_name(replica.replica_id): _metadata_of(replica) for replica in replicas}
         for name in self._replica_metadata.keys() - present.keys():
@@ -71,7 +66,7 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return one replica for a request. Ray calls it again if that replica is full."""
+        """Return one replica. Ray calls again if it is full."""
         available = self.select_available_replicas(candidate_replicas) or candidate_replicas
         by_name = {
             _name(replica.replica_id): replica
@@ -104,13 +99,12 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
             self._prefix_router.first_token(request.routed)
 
     def ended(self, request_id: str, tokens: list[int] | None = None) -> None:
-        """End a request; its replica now has the tokens cached. None: unknown."""
+        """End a request; `tokens` are now cached, None if unknown."""
         request = self._routed_requests.pop(request_id, None)
         if request and self._prefix_router:
             self._prefix_router.ended(request.routed, tokens)
 
     def lost(self, request_id: str) -> str:
-        """Avoid the replica of a request until it responds; returns its boot id, or ''."""
         request = self._routed_requests.get(request_id)
         if request is None:
             return ""
@@ -158,11 +152,7 @@ def router_of(app: str) -> PrefixRequestRouter | None:
 
 
 async def broadcast(handle: Any, method: str, *arguments: bytes, seconds: float) -> list[bytes]:
-    """Call a method of all replicas; returns the results that arrive within `seconds`.
-
-    Replicas that end or take longer are left out. Ray's own wait for a broadcast would then have no
-    results.
-    """
+    """Call all replicas; returns the results that arrive within `seconds`."""
     try:
         results = await handle.broadcast(method, *arguments)._fetch_replica_results_async()
     except RayServeException:  # there is no replica
@@ -183,7 +173,6 @@ def _name(replica_id: ReplicaID) -> str:
 
 
 def _request_of(pending: PendingRequest | None) -> frames.Add | None:
-    """Decode the request to route; None for any other call, which may go to any replica."""
     if pending is None or pending.metadata.call_method != "generate":
         return None
     (body,) = frames.bodies(bytearray(pending.args[0]))

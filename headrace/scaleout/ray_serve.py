@@ -1,4 +1,4 @@
-"""Serves a model from replicas on Ray: this process is the frontend, the replicas are actors."""
+"""Serves a model from replicas on Ray."""
 
 import logging
 import re
@@ -29,8 +29,7 @@ def serve_replicas(
 ) -> int:
     """Serve until a signal arrives; returns the exit code.
 
-    Without `config.threads`, the replicas share the cores of this machine. Raises RequestError if
-    the cluster cannot be joined, and as `serve` does.
+    Raises RequestError if the cluster cannot be joined, and as `serve` does.
     """
     check(settings)
     # Report a problem of the model before Ray starts, and download it only once.
@@ -57,10 +56,6 @@ def serve_replicas(
 
 
 def _deploy(application: Any, app: str) -> Any:
-    """Return a handle to the replicas of an application after its first replicas have started.
-
-    Raises EngineDeadError.
-    """
     from ray import serve as ray_serve
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # the import has set another level

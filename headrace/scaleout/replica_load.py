@@ -1,7 +1,4 @@
-"""Load of each replica and the expected wait of the next request, in a table with one row each.
-
-A thousand replicas are one array operation.
-"""
+"""Loads and expected waits of all replicas, as arrays with one row per replica."""
 
 from dataclasses import fields
 from math import exp
@@ -14,11 +11,11 @@ from headrace.scaleout.replica_speed import ReplicaSpeed
 Floats = NDArray[np.float64]
 
 _SHARE_POWER = 3
-"""Exponent of a replica's load over the mean load, which multiplies its expected time."""
+"""Exponent of a replica's relative load, which multiplies its expected time."""
 _MEMORY_REQUESTS = 64
-"""Requests per replica over which loads and doubts decay to 1 / e."""
+"""Requests per replica over which loads decay to 1 / e."""
 _GRACE_REQUESTS = 4
-"""Mean requests by which loads may differ without a penalty: a few requests are no evidence."""
+"""Mean requests by which loads may differ without a penalty."""
 _MAX_DOUBT = 1024.0
 _EPSILON = 1e-9
 _OUTPUT_RATE = 0.02
@@ -42,8 +39,6 @@ _COLUMNS = np.dtype(
 
 
 class ReplicaLoads:
-    """Queued rows and running requests of replicas, which are small numbers."""
-
     def __init__(self) -> None:
         self._table = np.zeros(0, _COLUMNS)
         self._mean_output_length = 1.0
@@ -64,9 +59,8 @@ class ReplicaLoads:
         return int(self._table["running"][replica])
 
     def add(self, speed: ReplicaSpeed) -> int:
-        """Add an idle replica; returns its number.
-
-        It starts with the mean load, so that no burst of requests goes to it.
+        """Add an idle replica with the mean load, so that it attracts no burst; returns its
+        number.
         """
         present = self.is_present
         load = float(self._table["load"][present].mean()) if present.any() else 0.0
@@ -91,11 +85,9 @@ class ReplicaLoads:
         self._table[replica] = np.zeros(1, _COLUMNS)[0]
 
     def first_token_seconds(self, rows: NDArray[np.int64]) -> Floats:  # [replicas]
-        """Expected time to the first token of a request with `rows` uncached rows per replica.
+        """Expected seconds to the first token, given `rows` uncached rows per replica.
 
-        All rows are computed in steps of at most `chunk_size` rows, each with one row of every
-        running sequence. If all sequence slots are used, some must end first, after as many steps
-        as the mean output has tokens.
+        If all sequence slots are used, some must end first.
         """
         table = self._table
         running = np.maximum(table["running"] + table["running_elsewhere"], 0)
@@ -110,7 +102,7 @@ class ReplicaLoads:
         return seconds
 
     def weighted(self, seconds: Floats) -> Floats:  # [replicas]
-        """Penalise replicas with more than the mean load, and replicas with recent failures."""
+        """Penalise overloaded and failing replicas."""
         table = self._table
         loads = table["load"][self.is_present]
         grace = _GRACE_REQUESTS * loads.sum() / max(self._num_routed, 1)
@@ -129,7 +121,7 @@ class ReplicaLoads:
         return float(self._table["step_seconds"][replica])
 
     def begin(self, replica: int, rows: int, seconds: float) -> None:
-        """Route a request with `rows` uncached rows; `seconds`: expected time to first token."""
+        """`seconds`: expected time to first token."""
         table = self._table
         decay = exp(-1 / (_MEMORY_REQUESTS * max(1, int(self.is_present.sum()))))
         self._num_routed = self._num_routed * decay + 1
@@ -156,17 +148,16 @@ class ReplicaLoads:
         self._table["doubt"][replica] = 1
 
     def raise_doubt(self, replica: int) -> None:
-        """Double the doubt: a replica that fails fast looks idle and must not attract requests."""
+        """Double the doubt: a replica that fails fast looks idle."""
         self._table["doubt"][replica] = min(2 * self._table["doubt"][replica], _MAX_DOUBT)
 
     def observe(self, replica: int, queued: int, running: int) -> None:
-        """Compare with a replica's own counts, which include requests of other routers."""
+        """Set a replica's own counts, which include other routers."""
         table = self._table
         table["queued_elsewhere"][replica] = queued - table["queued"][replica]
         table["running_elsewhere"][replica] = running - table["running"][replica]
 
     def _subtract(self, column: str, replica: int, count: int) -> None:
-        """Subtract from a count, but not what the replica's report had subtracted already."""
         own, elsewhere = self._table[column], self._table[f"{column}_elsewhere"]
         own[replica] -= count
         if elsewhere[replica] < 0:

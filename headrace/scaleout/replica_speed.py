@@ -1,4 +1,4 @@
-"""Speed of a replica, learnt from its reports, which have the rows and seconds of its last step."""
+"""Speed of a replica, from the rows and seconds of its last steps."""
 
 from math import inf
 
@@ -9,9 +9,9 @@ from headrace.remote import frames
 _DECAY = 0.95
 _CHUNK_SIZE = 512
 _MIN_STEP_SHARE = 0.2
-"""Minimum share of the mean step for reading the weights."""
+"""Minimum share of the mean step for reading weights."""
 _MIN_ROW_SHARE = 0.01
-"""Minimum share of the mean row time. Both bounds matter since few steps may give any line."""
+"""Minimum share of the mean row time, since few steps may give any line."""
 
 
 @frozen
@@ -23,10 +23,10 @@ class ReplicaSpeed:
     """
 
     step_seconds: float
-    """Seconds of an almost empty step, which reads all weights."""
+    """Seconds to read all weights."""
     row_seconds: float
     sequence_seconds: float = 0.0
-    """Additional seconds for each decoding sequence: its row and reading its context."""
+    """Seconds per decoding sequence for its row and context."""
     chunk_size: int = 512
     max_num_seqs: int = 64
 
@@ -44,10 +44,7 @@ DEFAULT_SPEED = ReplicaSpeed(step_seconds=0.02, row_seconds=0.001, sequence_seco
 
 
 class SpeedEstimator:
-    """Least squares fit of step seconds to rows, over the last steps.
-
-    Prompt rows and decoding rows count the same.
-    """
+    """Least squares fit of step seconds to rows."""
 
     def __init__(self) -> None:
         self._sums = [0.0] * 5  # of weights, rows, seconds, rows * rows, rows * seconds
@@ -65,11 +62,7 @@ class SpeedEstimator:
         self._sums = [_DECAY * old + new for old, new in zip(self._sums, terms, strict=True)]
 
     def estimate(self, max_num_seqs: int, common: "SpeedEstimator") -> ReplicaSpeed:
-        """Estimate the speed of a replica.
-
-        `common`: the estimator of all replicas together. It counts as much as the replica's own, so
-        noise in a few steps does not look like another machine.
-        """
+        """Estimate the speed; `common`, of all replicas, dampens noise."""
         sums = [own + shared for own, shared in zip(self._sums, common._sums, strict=True)]
         weight = sums[0]
         if not weight:

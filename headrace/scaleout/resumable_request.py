@@ -1,7 +1,4 @@
-"""One request of a fleet, with the output that its client has received.
-
-After its replica is lost, another replica continues it from there.
-"""
+"""One request of a fleet, which resumes on another replica."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,9 +14,7 @@ _MIN_SECONDS = 1e-3
 
 
 def with_seed(request: frames.Add, seed: int, number: int) -> frames.Add:
-    """Give a request without a seed the seed that an engine would derive for its `number`-th
-    request, so that all replicas sample the same tokens.
-    """
+    """Derive a missing seed as an engine would, so that all replicas sample the same tokens."""
     params = request.params or (None if request.pooling else SamplingParams())
     if params and params.seed is None:
         params = replace(params, seed=derive_seed(seed, number))
@@ -27,7 +22,7 @@ def with_seed(request: frames.Add, seed: int, number: int) -> frames.Add:
 
 
 class ResumableRequest:
-    """A request with a seed, and its progress. Times are seconds of `clock`."""
+    """A request with a seed, and its progress in seconds of `clock`."""
 
     def __init__(self, request: frames.Add, clock: Callable[[], float] = monotonic) -> None:
         self.losses = 0
@@ -47,7 +42,6 @@ class ResumableRequest:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds to the timeout; None without a timeout."""
         timeout = self._request.options.timeout
         if timeout is None:
             return None
@@ -76,7 +70,7 @@ class ResumableRequest:
         )
 
     def receive(self, output: frames.StepOutput) -> frames.StepOutput | None:
-        """Record an output; returns it, or None if the client has that output's end already."""
+        """Record an output; returns None if the client has its end already."""
         if output.index in self._finished:
             return None
         if self._first_token is None:
@@ -87,7 +81,7 @@ class ResumableRequest:
         return output
 
     def with_total_times(self, ended: frames.Ended) -> frames.Ended:
-        """After a loss, replace the times so that they sum to the duration of the request."""
+        """Make the times sum to the duration of the request after a loss."""
         if not self.losses:
             return ended
         now = self._clock()
@@ -101,7 +95,7 @@ class ResumableRequest:
         )
 
     def end_without_replica(self) -> frames.Ended | None:
-        """Return the end of a request whose outputs are complete; None if a replica must run."""
+        """Return the end if all outputs are complete; None if a replica must run."""
         if not self.has_all_outputs or self._prompt_logprobs is not None:
             return None
         prompt_tokens = len(self._request.prompt_token_ids)

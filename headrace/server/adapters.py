@@ -1,6 +1,5 @@
-"""`POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter`, compatible with vLLM.
-
-Both are refused unless the operator allows them, because loading opens paths on the server.
+"""Routes that load and unload LoRA adapters, compatible with vLLM. The operator must allow
+them, because loading opens paths on the server.
 """
 
 from headrace.server.errors import ApiError, invalid

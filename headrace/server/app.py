@@ -1,7 +1,5 @@
-"""The HTTP routes: one table, from which requests are dispatched and OpenAPI is generated.
-
-A new route is a handler `async def name(http, state)` in a module of this package and a row in
-`ROUTES`. A new request field is a field of the record that the route's row names.
+"""The HTTP routes: one table for dispatch and OpenAPI. A new route is a handler `async def
+name(http, state)` and a row in `ROUTES`.
 """
 
 from collections.abc import Awaitable, Callable, Iterable
@@ -41,7 +39,6 @@ class Route(NamedTuple):
 
 
 async def openapi(http: HttpExchange, state: ServerState) -> None:
-    """Describe all routes and their fields as an OpenAPI document."""
     await http.respond(openapi_document())
 
 
@@ -81,7 +78,7 @@ _MODEL_ROUTE = Route("GET", health.model)
 
 
 def make_app(state: ServerState, observers: Iterable[Observer] = ()) -> AsgiApp:
-    """Make the ASGI application; each observer is called at the end of every request."""
+    """Make the ASGI application; observers are called at the end of every request."""
     table = ROUTES | (WORKER_ROUTES if state.settings.worker else {})
 
     def handler(route: Route) -> Handler:

@@ -1,4 +1,4 @@
-"""The ASGI application: authentication, dispatch to handlers, error responses."""
+"""The ASGI application."""
 
 import hmac
 import logging
@@ -32,7 +32,7 @@ log = logging.getLogger("headrace.server")
 
 
 class AsgiApp:
-    """Checks every request, runs its handler and turns exceptions into error responses."""
+    """Authenticates a request, runs its handler and turns exceptions into error responses."""
 
     def __init__(
         self,
@@ -41,10 +41,7 @@ class AsgiApp:
         settings: Settings,
         observers: Iterable[Observer] = (),
     ) -> None:
-        """Set the routes; `prefix_routes` are GET routes whose paths end in a name.
-
-        `observers` are called at the end of every request.
-        """
+        """`prefix_routes` are GET routes whose paths end in a name."""
         self._routes = routes
         self._prefix_routes = prefix_routes
         self._settings = settings
@@ -71,7 +68,7 @@ class AsgiApp:
     def _authenticate(self, http: HttpExchange) -> None:
         """Check the Host header and the API key. Raises ApiError.
 
-        The check uses the path of the request line, never a URL composed from headers.
+        The path comes from the request line, never from headers.
         """
         if (
             not self._keys

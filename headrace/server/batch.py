@@ -1,9 +1,6 @@
-"""Runs the requests of a file without HTTP, in OpenAI's batch format.
+"""Runs a file of requests in OpenAI's batch format, without HTTP.
 
-Each line of the input is a `BatchRequest`. Each line of the output has its `custom_id` and a
-`response` with `status_code` and `body`, in order of completion.
-
-An interrupted batch resumes: requests with a complete line in the output are skipped.
+A resumed batch skips requests with a complete line in the output.
 """
 
 import asyncio
@@ -34,8 +31,6 @@ _POLL_SECONDS = 0.1
 
 
 class BatchRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the input."""
-
     custom_id: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
     url: str
     body: dict[str, Any]
@@ -92,9 +87,8 @@ def run_batch(
     target: Path,
     on_progress: Callable[[int, int], None],
 ) -> tuple[int, int]:
-    """Run all requests without a response; returns the number of responses and of errors in them.
+    """Run the requests that have no response; returns the number of responses and of errors.
 
-    `on_progress` is called with the number of finished requests and the number of all requests.
     Raises RequestError, EngineStartError and EngineDeadError.
     """
     requests = read_requests(source)
@@ -146,7 +140,6 @@ class _Batch:
             raise errors.exceptions[0] from None
 
     async def _run_all(self, offsets: Iterator[int]) -> None:
-        """Run one request after the other until none is left; several tasks share `offsets`."""
         for offset in offsets:
             self._lines.seek(offset)
             request = _parse(self._lines.readline(), self._lines.name)
@@ -164,7 +157,6 @@ class _Batch:
             self._on_response(self.num_responses)
 
     async def _run_request(self, request: BatchRequest) -> tuple[int, bytes]:
-        """Return the response, or retry if the engine ends. Raises EngineDeadError."""
         for _ in range(_MAX_TRIES):
             status, body = await _send(self._app, request)
             if status != 503:

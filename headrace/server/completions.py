@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: continues text or token ids."""
+"""`POST /v1/completions`."""
 
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
@@ -77,7 +77,6 @@ def _check(request: CompletionRequest) -> None:
 
 
 def prompt_list(prompt: str | Sequence[str | int | list[int]], param: str) -> list[str | list[int]]:
-    """Return the prompts of a field with a text, token ids, or a list of either."""
     if isinstance(prompt, str):
         return [prompt]
     ids = [item for item in prompt if isinstance(item, int)]

@@ -14,10 +14,7 @@ log = logging.getLogger("headrace.server")
 
 
 class Connection(HttpToolsProtocol):
-    """Closes the connection of a client that sends a request's head or reads a response too slowly.
-
-    `HttpExchange.read_body` limits the body.
-    """
+    """Closes connections whose client sends a request's head or reads a response too slowly."""
 
     def __init__(self, *args: Any, settings: Settings, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Conversations and their generation, in the form that all chat APIs share."""
+"""Conversations in the form that all chat APIs share."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -25,8 +25,6 @@ from headrace.structured_outputs import StructuredOutputs
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """A request to generate the next message of a conversation."""
-
     model: str | None
     messages: list[dict[str, Any]]
     """Messages as chat templates read them."""
@@ -40,7 +38,6 @@ class Conversation:
     chat_template_kwargs: Mapping[str, Any] | None = None
     reasoning_effort: str | None = None
     options: RequestOptions = DEFAULT_OPTIONS
-    """Options without the adapter, which follows from `model`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +62,7 @@ class Generation:
     """Seconds in the queue, in prefill and in decoding; set when the generation ends."""
 
     async def chunks(self) -> AsyncIterator[OutputChunk]:
-        """Yield the output of each step. Raises the error that ended the generation."""
+        """Yield each step's output. Raises the error that ended the generation."""
         async for item in self.stream:
             if isinstance(item, frames.Ended):
                 self.timer.end(item)
@@ -94,7 +91,7 @@ class Generation:
 async def generate(
     http: HttpExchange, state: ServerState, conversation: Conversation
 ) -> AsyncIterator[Generation]:
-    """Submit a conversation; the generation is aborted when the context is left.
+    """Submit a conversation; leaving the context aborts it.
 
     Raises ApiError, RequestError for wrong tools, and the errors of the engine.
     """
@@ -190,10 +187,6 @@ def _tool_call_grammar(
     choice: ToolChoice,
     prompt_text: str,
 ) -> StructuredOutputs | None:
-    """Return a grammar that allows only tool calls, if `tool_choice` demands them.
-
-    Raises ApiError if the request restricts the text in another way too.
-    """
     grammar = tool_grammar(
         state.output_format,
         tools,

@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`: one embedding vector for each text."""
+"""`POST /v1/embeddings`."""
 
 import base64
 import struct

@@ -1,8 +1,7 @@
-"""Errors of the HTTP API, in the shapes of OpenAI's and Anthropic's APIs.
+"""Errors in the shapes of OpenAI's and Anthropic's APIs.
 
-Clients decide by the status: OpenAI's clients retry 408, 409, 429 and 5xx, unless a header forbids
-it. So 500, 504 and the end of an engine carry that header: a request that breaks something must
-not be repeated.
+OpenAI's clients retry 408, 409, 429 and 5xx unless a header forbids it. 500, 504 and the end of
+an engine carry that header.
 """
 
 import re
@@ -16,8 +15,6 @@ from headrace.sampling_params import SamplingParams
 
 
 class ApiError(Exception):
-    """An error response: status and the fields of an OpenAI error."""
-
     def __init__(
         self,
         status: int,
@@ -28,10 +25,7 @@ class ApiError(Exception):
         kind: str = "",
         retry_after: int | None = None,
     ) -> None:
-        """Set the fields; `param` names the wrong field of the request.
-
-        `kind` is the error's `type`, by default a general one for the status.
-        """
+        """`param` names the wrong field; `kind` is the error's `type`."""
         super().__init__(message)
         self.status = status
         self.code = code
@@ -77,7 +71,7 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """Make the error of a request that is wrong in itself (status 400)."""
+    """Make the error of a malformed request (status 400)."""
     return ApiError(400, code, message, param=param)
 
 
@@ -89,10 +83,7 @@ def prompt_too_long(
 
 
 def context_exceeded(reason: str, max_model_len: int, param: str) -> ApiError:
-    """Make the error of a request that does not fit into the context.
-
-    Clients recognise it by its first words, and then shorten the conversation or change the model.
-    """
+    """Make the error of a request that exceeds the context. Clients recognise its first words."""
     return invalid(
         f"the prompt is too long: this model's maximum context length is {max_model_len:,} tokens; "
         f"{reason}",
@@ -102,7 +93,7 @@ def context_exceeded(reason: str, max_model_len: int, param: str) -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Convert any exception to an error response; internal errors reveal nothing else."""
+    """Convert any exception to an error response; internal errors reveal no details."""
     match error:
         case ApiError():
             return error
@@ -147,10 +138,7 @@ _PARAMETERS = {
 
 
 def request_error(message: str) -> ApiError:
-    """Make the error response of a RequestError.
-
-    Its `param` is the field that the message starts with, if it starts with one.
-    """
+    """Convert a RequestError, whose message may start with the wrong field."""
     word, field = _FIRST_WORD.match(message), _FIELD.match(message)
     if word and word[0] in _PARAMETERS:
         return invalid(message, word[0])

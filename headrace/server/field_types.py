@@ -1,7 +1,4 @@
-"""Types of request fields, with the JSON schemas that `/openapi.json` shows for them.
-
-Fields typed `dict[str, Any]` or `str` are checked by the code that reads them, not by msgspec.
-"""
+"""Types of request fields, with their JSON schemas for `/openapi.json`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""Shared by the routes that generate text: sampling parameters, choices, usage, timing."""
+"""Sampling parameters, choices, usage and timing of the routes that generate text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,10 +33,9 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """Make the engine's sampling parameters; fields that the request leaves out are `advised`.
+    """Make the engine's sampling parameters. Raises ApiError, which names the wrong field.
 
-    Beam search ignores `advised`. `prompt_logprobs` replaces the request's own field.
-    Raises ApiError, which names the wrong field.
+    `advised` fills fields that the request leaves out, except in beam search.
     """
     options = {} if request.use_beam_search else dict(advised)
     for name in _SAME_NAME:
@@ -81,9 +80,8 @@ class Choice:
 
 
 def finish_reason(output: frames.StepOutput) -> str | None:
-    """Return OpenAI's finish reason, or None if the sequence continues.
+    """Return OpenAI's finish reason; None if the sequence continues, was aborted or failed.
 
-    An aborted or failed sequence has None too: the error follows in the event `Ended`.
     Raises ApiError if the request timed out.
     """
     if output.finish_reason == "timeout":
@@ -112,8 +110,6 @@ class Usage:
 
 
 class RequestTimer:
-    """Measures one request, for the metrics and for the response's field `timing`."""
-
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._start = monotonic()

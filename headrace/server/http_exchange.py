@@ -1,4 +1,4 @@
-"""HTTP over bare ASGI: bounded request bodies, JSON, server-sent events, disconnects."""
+"""HTTP over bare ASGI."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
@@ -20,7 +20,6 @@ Send = Callable[[Message], Awaitable[None]]
 
 _T = TypeVar("_T")
 SSE_DONE = b"data: [DONE]\n\n"
-"""The last event of a stream of OpenAI's API."""
 _SSE_PING = b": ping\n\n"
 _SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -35,11 +34,7 @@ class Disconnected(Exception):
 
 
 class HttpExchange:
-    """One HTTP request and its response.
-
-    The response is sent by one call of `respond`, `respond_bytes`, `respond_not_modified`,
-    `stream_events` or `stream_bytes`.
-    """
+    """One HTTP request and its response, which one call of a `respond` or `stream` method sends."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, settings: Settings) -> None:
         self.scope = scope
@@ -60,7 +55,7 @@ class HttpExchange:
         return self._headers.get(name)
 
     async def read(self, record_type: type[_T]) -> _T:
-        """Read the JSON body as a record. Raises ApiError, with the field if one is wrong."""
+        """Read the JSON body as a record. Raises ApiError."""
         # A body without a content type counts as JSON, unless a web page sent it: a browser lets
         # other sites send such a body, but asks this server first before it sends JSON.
         default_type = "" if self.header("origin") else "application/json"
@@ -73,10 +68,7 @@ class HttpExchange:
             raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
 
     async def read_body(self, content_type: str, default_type: str = "") -> bytes:
-        """Read the body, which must have this content type. Raises ApiError.
-
-        A body without a content type counts as `default_type`.
-        """
+        """Read a body of this content type. Raises ApiError."""
         given_type = (self.header("content-type") or default_type).partition(";")[0]
         if given_type.strip().lower() != content_type:
             raise ApiError(
@@ -155,11 +147,7 @@ class HttpExchange:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def stream_events(self, events: AsyncGenerator[bytes], keepalive_seconds: float) -> None:
-        """Stream server-sent events. Raises Disconnected.
-
-        After `keepalive_seconds` without an event, a comment keeps proxies from closing the
-        connection.
-        """
+        """Stream server-sent events, with comments after silence. Raises Disconnected."""
         pinging = asyncio.ensure_future(self._ping(keepalive_seconds))
         try:
             await self.stream_bytes(events, _SSE_HEADERS)
@@ -198,7 +186,6 @@ Handler = Callable[[HttpExchange], Awaitable[None]]
 
 
 def _field_error(error: msgspec.ValidationError) -> ApiError:
-    """Name the wrong field of a body, as in `messages[0].role: Expected ...`."""
     message, _, place = str(error).partition(" - at ")
     # The place is `$.field`; the place of a wrong key is "`key` in `$.field`".
     path = place.rpartition("`$")[2].rstrip("`")

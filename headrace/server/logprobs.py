@@ -11,10 +11,7 @@ _MIN_LOGPROB = -9999.0
 
 
 def chat_logprobs(entries: list[Logprobs], num_top: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the tokens' log-probabilities as chat completions list them.
-
-    Each token comes with the `num_top` likeliest tokens of its position.
-    """
+    """Return log-probabilities of tokens and of each position's `num_top` likeliest tokens."""
     content = []
     for entry in entries:
         token_id, sampled = next(iter(entry.items()))
@@ -41,10 +38,9 @@ def completion_logprobs(
     offset: int,
     tokenizer: Tokenizer,
 ) -> dict[str, Any]:
-    """Return the tokens' log-probabilities as completions list them.
+    """Return log-probabilities in the form of completions.
 
-    `offset` is the position of the first token's text in characters. An entry is None for the
-    first token of a prompt, which has no log-probability.
+    `offset` counts characters. The first token of a prompt has None.
     """
     result: dict[str, list[Any]] = {
         "tokens": [],

@@ -1,4 +1,4 @@
-"""`POST /v1/messages` and `POST /v1/messages/count_tokens`: Anthropic's API."""
+"""Anthropic's API: `POST /v1/messages` and `POST /v1/messages/count_tokens`."""
 
 import json
 from collections.abc import AsyncGenerator
@@ -109,7 +109,6 @@ def _tool_choice(choice: AnthropicToolChoice | None) -> str | dict[str, Any] | N
 
 
 def _template_messages(message: AnthropicMessage, field: str) -> list[dict[str, Any]]:
-    """Convert a message to the form of chat templates; tool results become separate messages."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results, tool_calls, texts, thoughts = [], [], [], []
@@ -160,8 +159,6 @@ def _not_text(field: str, block_type: str) -> ApiError:
 
 
 class _Response:
-    """The response to one request: a list of blocks, each of one type."""
-
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._id = f"msg_{uuid4().hex}"

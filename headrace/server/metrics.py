@@ -1,4 +1,4 @@
-"""Prometheus metrics of requests and of the engine's latest report, also under vLLM's names."""
+"""Prometheus metrics of requests and of the engine, also under vLLM's names."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -56,7 +56,7 @@ _COUNTERS = {
 
 
 class Metrics:
-    """The metrics of one server. No label has a value that a client can choose freely."""
+    """The metrics of one server. Clients cannot choose the value of any label."""
 
     def __init__(self, report: Callable[[], dict[str, float]], restarts: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
@@ -103,7 +103,7 @@ class Metrics:
             registry=registry,
         )
         self.recent_first_tokens: deque[tuple[float, float]] = deque(maxlen=_MAX_RECENT)
-        """Seconds since the epoch and time to first token in seconds, of the latest requests."""
+        """Epoch seconds and time to first token in seconds, of the latest requests."""
         registry.register(self)
 
     def request_ended(self, record: RequestRecord) -> None:
@@ -115,7 +115,6 @@ class Metrics:
         self.recent_first_tokens.append((time(), seconds))
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the engine's figures from its latest report; the registry calls this."""
         figures = self._report()
         for name, (ours, theirs) in _GAUGES.items():
             for metric in filter(None, (ours, theirs)):

@@ -32,10 +32,7 @@ CLIENT_LEFT = 499
 
 @dataclass(kw_only=True)
 class RequestRecord:
-    """Facts of one request from its arrival to its end. Times are in seconds.
-
-    The field names are the keys of a log line in JSON.
-    """
+    """Facts of one request, in seconds. The field names are keys of the JSON log."""
 
     id: str
     """The request's `x-request-id`, or a random one; the response repeats it."""
@@ -81,11 +78,10 @@ class RequestRecord:
 
 
 Observer = Callable[[RequestRecord], None]
-"""Called at the end of every request."""
 
 
 def log_request(record: RequestRecord) -> None:
-    """Log one line about a request; the path is quoted, so that it cannot forge a line."""
+    """Log one line about a request; quoting keeps the path from forging lines."""
     failed = record.status >= 400 or record.error
     if not failed and (record.path == "/" or record.path.startswith(_UNLOGGED_PREFIXES)):
         return
@@ -101,7 +97,7 @@ def log_request(record: RequestRecord) -> None:
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats log lines as JSON objects; a line about a request has the record's fields."""
+    """Formats log lines as JSON objects."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {

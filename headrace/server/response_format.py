@@ -1,4 +1,4 @@
-"""Makes `StructuredOutputs` from the fields by which OpenAI's and vLLM's clients restrict text."""
+"""Reads the fields that restrict the text of a response."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from headrace.structured_outputs import StructuredOutputs
 
 
 def structured_outputs(request: Sampling) -> StructuredOutputs | None:
-    """Return the restriction of the text, or None. Raises ApiError, which names the wrong field."""
+    """Return the restriction or None. Raises ApiError, which names the wrong field."""
     by_field = {"response_format": response_format(request.response_format, "response_format")}
     for field, record in _records(request).items():
         with errors_name(field):
@@ -29,7 +29,6 @@ def structured_outputs(request: Sampling) -> StructuredOutputs | None:
 
 
 def _records(request: Sampling) -> dict[str, Structured]:
-    """Return the given fields that are restrictions; `guided_*` are vLLM's older names."""
     records = {}
     if request.structured_outputs is not None:
         records["structured_outputs"] = request.structured_outputs
@@ -45,10 +44,7 @@ def _records(request: Sampling) -> dict[str, Structured]:
 
 
 def response_format(value: Mapping[str, Any] | None, param: str) -> StructuredOutputs | None:
-    """Read `response_format` of chat completions, or `text.format` of the Responses API.
-
-    In the latter the schema stands next to the type. Raises ApiError, which names `param`.
-    """
+    """Read `response_format` or `text.format`. Raises ApiError, which names `param`."""
     kind = "text" if value is None else value.get("type")
     if value is None or kind == "text":
         return None
@@ -66,7 +62,6 @@ def response_format(value: Mapping[str, Any] | None, param: str) -> StructuredOu
 
 @contextmanager
 def errors_name(param: str) -> Iterator[None]:
-    """Turn a RequestError into an ApiError that names the field `param`."""
     try:
         yield
     except RequestError as error:

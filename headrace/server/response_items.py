@@ -1,4 +1,4 @@
-"""The output of the Responses API: a list of items, and the events that extend it."""
+"""The output items of the Responses API, and their events."""
 
 from collections.abc import AsyncIterator, Iterator
 from time import time
@@ -19,7 +19,6 @@ from headrace.server.responses_records import ResponsesRequest
 Event = tuple[str, dict[str, Any]]
 
 _PART_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}
-"""Type of the only part of an item, by the type of the item."""
 
 
 class ResponseItems:
@@ -85,7 +84,6 @@ class ResponseItems:
         }
 
     def _add(self, delta: Delta) -> Iterator[Event]:
-        """Add a delta to the last item, or to a new item if its type differs."""
         last_type = self._items[-1]["type"] if self._items else ""
         match delta:
             case ToolCallStart():
@@ -147,5 +145,4 @@ def _part(part_type: str, text: str) -> dict[str, Any]:
 
 
 def _text_scores(part_type: str) -> dict[str, Any]:
-    """Return the field `logprobs`, which clients expect in events of output text."""
     return {"logprobs": []} if part_type == "output_text" else {}

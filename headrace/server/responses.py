@@ -1,7 +1,4 @@
-"""`POST /v1/responses`: OpenAI's Responses API, without storage.
-
-Each request must contain its whole conversation.
-"""
+"""`POST /v1/responses`: OpenAI's Responses API, without storage."""
 
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -128,7 +125,7 @@ def _tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def _template_messages(items: list[InputItem]) -> list[dict[str, Any]]:
-    """Convert items to messages; adjacent items of the assistant form one message."""
+    """Adjacent items of the assistant form one message."""
     messages: list[dict[str, Any]] = []
     assistant: dict[str, Any] | None = None  # the message to which further items are added
     for i, item in enumerate(items):

@@ -1,8 +1,4 @@
-"""Runs the HTTP server: starts the engine, listens, and shuts down in order.
-
-The first SIGTERM or SIGINT drains the server: it refuses new requests and gives those in progress
-`drain_seconds`. A second signal ends it at once.
-"""
+"""Runs the HTTP server. The first SIGTERM or SIGINT drains it, a second one ends it at once."""
 
 import asyncio
 import contextlib
@@ -39,7 +35,7 @@ class PortInUseError(HeadraceError):
 
 
 def check(settings: Settings) -> None:
-    """Raise RequestError if the server would be open to other machines without an API key."""
+    """Raise RequestError if other machines could use the server without an API key."""
     if settings.host not in LOOPBACK and not settings.api_keys:
         raise RequestError(
             f"host {settings.host} can be reached from other machines; set --api-key, or "
@@ -48,7 +44,6 @@ def check(settings: Settings) -> None:
 
 
 Announce = Callable[[ServerState, int], None]
-"""Called with the server's state and port once the server is ready."""
 
 
 def serve(
@@ -60,8 +55,8 @@ def serve(
 ) -> int:
     """Serve until a signal arrives; returns the exit code.
 
-    `make_engine` is called within the event loop. Raises the errors of `load_model`,
-    PortInUseError and EngineStartError.
+    The event loop calls `make_engine`. Raises the errors of `load_model`, PortInUseError and
+    EngineStartError.
     """
     check(settings)
     with contextlib.ExitStack() as stack:
@@ -105,7 +100,6 @@ class _Server(uvicorn.Server):
 async def _run(
     state: ServerState, listener: socket.socket, tracer: Tracer | None, announce: Announce
 ) -> int:
-    """Serve until a signal arrives or the engine cannot be restarted; returns the exit code."""
     server = _Server(
         uvicorn.Config(
             make_app(state, filter(None, (log_request, tracer))),
@@ -153,7 +147,6 @@ async def _run(
 
 
 def stderr_log(log_format: str) -> None:
-    """Write the server's log to stderr as `text` or `json`, at the level of `HEADRACE_LOG`."""
     handler = logging.StreamHandler()
     if log_format == "json":
         handler.setFormatter(JsonFormatter())

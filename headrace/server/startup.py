@@ -1,4 +1,4 @@
-"""Loads the tokenizer and prompt templates of a model while its engine starts."""
+"""Loads the tokenizer and prompt templates while the engine starts."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -23,7 +23,7 @@ from headrace.server.step_roofline import StepRoofline
 async def start_server(
     model: str, config: EngineConfig, settings: Settings, engine: RemoteEngine
 ) -> AsyncIterator[ServerState]:
-    """Start the engine and yield the state of the routes; everything is closed with the context.
+    """Start the engine and yield the state of the routes.
 
     Raises the errors of `load_model`, and EngineStartError.
     """

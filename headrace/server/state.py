@@ -1,4 +1,4 @@
-"""The state that all routes share: model name, prompt reader, engine, admitted requests."""
+"""The state that all routes share."""
 
 import asyncio
 import reprlib
@@ -36,8 +36,6 @@ _T = TypeVar("_T")
 
 
 class ServerState:
-    """One served model: everything that a route handler needs besides the request itself."""
-
     def __init__(
         self,
         *,
@@ -56,12 +54,11 @@ class ServerState:
         self.prompt_reader = prompt_reader
         self.tokenizer = tokenizer
         self.advised_sampling = advised_sampling
-        """Fields of `SamplingParams` that the model's authors advise: the server's defaults."""
         self.output_format = output_format
         self.metrics = metrics
         self.roofline = roofline
         self.fingerprint = fingerprint
-        """Identifies the model to the frontend of a worker (`headrace.checkpoint.fingerprint`)."""
+        """See `headrace.checkpoint.fingerprint`."""
 
         self.control_tokens = {
             tokenizer.token_bytes(token).decode(errors="replace"): token
@@ -74,11 +71,9 @@ class ServerState:
 
         self.started = int(time.time())
         self.boot_id = uuid4().hex
-        """A random id by which a frontend notices that this process was restarted."""
+        """Tells a frontend that this process was restarted."""
         self.draining = False
-        """Whether the server refuses new requests because it is shutting down."""
         self.num_stats_streams = 0
-        """Open streams of statistics, usually one for each open web page."""
         self._num_sequences = 0
         self._requests_by_key: Counter[str] = Counter()
 
@@ -92,7 +87,7 @@ class ServerState:
         return self._num_sequences
 
     def resolve_adapter(self, model: str | None) -> str | None:
-        """Return the adapter that a request names as its model, or None. Raises ApiError."""
+        """Return the adapter that `model` names, or None. Raises ApiError."""
         if model is None or model in ("", self.settings.model_name):
             return None
         if model in self.engine.adapters:
@@ -107,7 +102,7 @@ class ServerState:
 
     @contextmanager
     def admit(self, http: HttpExchange, num_sequences: int) -> Iterator[None]:
-        """Count a request as in progress. Raises NotReadyError, or ApiError if too many are."""
+        """Count a request as in progress. Raises NotReadyError, or ApiError above a limit."""
         if self.draining:
             raise NotReadyError("closed", "")
         if not self.engine.ready:
@@ -143,15 +138,15 @@ class ServerState:
                 del self._requests_by_key[key]
 
     async def run_in_thread(self, work: Callable[[], _T]) -> _T:
-        """Run slow work, such as tokenization, without blocking the event loop."""
         return await asyncio.get_running_loop().run_in_executor(None, work)
 
     async def tokenize(
         self, read: Callable[[], TokenizedPrompt], param: str, max_tokens: int | None = None
     ) -> list[int]:
-        """Run `read` in a thread and return the prompt's token ids.
+        """Run `read` in a thread and return the token ids.
 
-        Raises ApiError if the prompt is invalid or leaves no space for `max_tokens` (None: one).
+        Raises ApiError if the prompt is invalid or leaves no space for `max_tokens` (None:
+        one).
         """
         try:
             ids = list((await self.run_in_thread(read)).token_ids)
@@ -167,7 +162,6 @@ class ServerState:
         return ids
 
     def _cache_salt(self, http: HttpExchange, salt: str | None) -> str | None:
-        """Separate the prefix caches of API keys, if there are several; `salt` divides further."""
         if len(self.settings.api_keys) < 2:
             return salt
         key = blake2b((http.api_key or "").encode()).digest()
@@ -183,10 +177,7 @@ class ServerState:
         *,
         pooling: PoolingParams | None = None,
     ) -> AsyncIterator[list[Stream]]:
-        """Submit prompts to the engine; yields one stream for each.
-
-        Requests that have not ended are aborted when the context is left.
-        """
+        """Submit prompts and yield their streams; leaving the context aborts them."""
         options = replace(
             options,
             timeout=self.settings.request_timeout,
@@ -212,7 +203,7 @@ class ServerState:
 async def merge_streams(
     streams: list[Stream],
 ) -> AsyncIterator[tuple[int, frames.StepOutput | frames.Ended]]:
-    """Yield the events of several streams in order of arrival, each with its stream's index."""
+    """Yield events in order of arrival, with the index of their stream."""
     if len(streams) == 1:
         async for event in streams[0]:
             yield 0, event

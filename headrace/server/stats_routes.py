@@ -1,4 +1,4 @@
-"""`GET /stats`, `/stats/stream` and `/stats/blocks`: engine statistics for the web page."""
+"""Engine statistics for the web page."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -24,10 +24,7 @@ async def stats(http: HttpExchange, state: ServerState) -> None:
 
 
 async def stats_stream(http: HttpExchange, state: ServerState) -> None:
-    """The statistics of `/stats` as a stream of events, two per second.
-
-    Events repeat the engine's latest report, so watching costs the engine nothing.
-    """
+    """The statistics of `/stats` as a stream of events, two per second."""
     if state.num_stats_streams >= _MAX_STREAMS:
         raise ApiError(
             503,
@@ -44,10 +41,7 @@ async def stats_stream(http: HttpExchange, state: ServerState) -> None:
 
 
 async def blocks(http: HttpExchange, state: ServerState) -> None:
-    """KV blocks of each request; runs of blocks are listed as first block, number of blocks.
-
-    The engine makes this map between two steps.
-    """
+    """KV blocks of each request; runs of blocks are listed as first block, number of blocks."""
     block_map = await http.while_connected(state.engine.block_map())
     await http.respond({"block_size": block_map.block_size, "groups": block_map.groups})
 

@@ -1,7 +1,6 @@
-"""Places the engine's last step under the roofline of its machine (Williams et al. 2009).
+"""Places the last step under the roofline of the machine (Williams et al. 2009).
 
-Nothing is measured here. The roofline comes from an earlier measurement by `headrace doctor` or
-`headrace profile`, and is absent without one.
+The roofline comes from an earlier `headrace doctor` or `headrace profile`.
 """
 
 from collections.abc import Mapping
@@ -35,10 +34,10 @@ class StepRoofline:
         }
 
     def last_step(self, figures: Mapping[str, float]) -> dict[str, Any] | None:
-        """Return the last step's bytes, operations and seconds, and its minimum seconds.
+        """Return bytes, operations, seconds and minimum seconds of the last step; None before
+        it.
 
-        Returns None if no step has run. `figures` come from the engine's report. They lack the
-        rows of each sequence, so the rows are dealt evenly to sequences of mean context length.
+        The report lacks the rows of each sequence, so sequences get equal shares.
         """
         rows, running = int(figures.get("rows_last", 0)), int(figures.get("running", 0))
         seconds = figures.get("step_seconds", 0.0)

@@ -1,4 +1,4 @@
-"""Converts messages of OpenAI's API to the form that chat templates read."""
+"""Converts messages of OpenAI's API for chat templates."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ from headrace.server.openai_records import ChatMessage, ContentPart
 
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Convert messages, and join their content's parts. Raises ApiError for other than text."""
+    """Convert messages. Raises ApiError for other than text."""
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
@@ -34,7 +34,7 @@ def _message(message: ChatMessage, field: str) -> dict[str, Any]:
 def content_text(
     content: str | list[ContentPart] | None, field: str, param: str = "messages"
 ) -> str | None:
-    """Join the parts of a message's content. Raises ApiError for other than text."""
+    """Join the parts of a message. Raises ApiError for other than text."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -52,7 +52,7 @@ def content_text(
 def template_tool_call(
     tool_call: dict[str, Any], field: str, param: str = "messages"
 ) -> dict[str, Any]:
-    """Parse a tool call's arguments: clients send JSON text, templates read an object."""
+    """Parse the JSON arguments of a tool call, which templates read as an object."""
     function = tool_call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise invalid(f"{field} must have a function with a name", param)

@@ -1,4 +1,4 @@
-"""`POST /tokenize`, `POST /detokenize` and `GET /tokenizer_info`, compatible with vLLM."""
+"""Routes of the tokenizer, compatible with vLLM."""
 
 from functools import partial
 

@@ -1,7 +1,6 @@
-"""OpenTelemetry spans: one for each generation request, with child spans for its phases.
+"""OpenTelemetry spans of requests, with child spans for queue, prefill and decode.
 
-The phases are queue, prefill and decode. Names follow OpenTelemetry's conventions for generative
-AI; attributes that these lack have vLLM's names.
+Names follow OpenTelemetry's conventions for generative AI, then vLLM's.
 """
 
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def otlp_exporter(endpoint: str) -> "SpanExporter":
-    """Make an exporter that sends spans over HTTP. Raises RequestError if a package is missing."""
+    """Make an exporter over HTTP. Raises RequestError if a package is missing."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
@@ -25,7 +24,7 @@ def otlp_exporter(endpoint: str) -> "SpanExporter":
 
 
 class Tracer:
-    """Makes spans from request records. A thread exports them, so no request waits for that."""
+    """Makes spans from request records. A thread exports them, so no request waits."""
 
     def __init__(self, exporter: "SpanExporter", model: str) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -41,7 +40,6 @@ class Tracer:
         self._context = TraceContextTextMapPropagator()
 
     def __call__(self, record: RequestRecord) -> None:
-        """Make the spans of an ended request; requests without a prompt get none."""
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
         if not record.prompt_tokens:

@@ -1,4 +1,4 @@
-"""The web page at `/`: a fixed list of files, served with a strict content security policy."""
+"""The web page at `/`: fixed files under a strict content security policy."""
 
 from functools import cache
 from hashlib import blake2b

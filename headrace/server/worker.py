@@ -1,8 +1,4 @@
-"""Routes of a worker for its frontend: requests as the engine reads them, and the worker's status.
-
-A frontend is trusted: it chooses the scopes of the prefix cache, and its requests have passed no
-other route's checks. So these routes exist only if the operator turns them on.
-"""
+"""Routes of a worker for its trusted frontend, whose requests pass no other checks."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -29,8 +25,8 @@ _HEADERS = {
 async def generate(http: HttpExchange, state: ServerState) -> None:
     """Run the request in a `frames.Add`; the response is a stream of frames.
 
-    The first frame is `Accepted` or `Refused`. The last is `Ended`, or `Refused` of kind `closed`
-    if the engine or the worker ended. Closing the connection aborts the request.
+    The first frame is `Accepted` or `Refused`, the last is `Ended` or `Refused`. Closing the
+    connection aborts the request.
     """
     request = _read(await http.read_body(frames.CONTENT_TYPE))
     params = request.params
@@ -56,10 +52,7 @@ async def generate(http: HttpExchange, state: ServerState) -> None:
 
 
 async def status(http: HttpExchange, state: ServerState) -> None:
-    """Stream the worker's `ReplicaStatus`, several per second, until the worker ends.
-
-    Each status follows its length.
-    """
+    """Stream the worker's `ReplicaStatus`, several per second, until the worker ends."""
     await http.stream_bytes(_statuses(state), _HEADERS)
 
 

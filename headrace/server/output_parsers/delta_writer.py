@@ -19,13 +19,11 @@ def random_id() -> str:
 
 
 class DeltaWriter:
-    """Collects deltas in order. White space next to a marker is dropped as layout.
-
-    So white space is held back until more text follows.
+    """Collects deltas in order. White space next to a marker is dropped, so it waits for more
+    text.
     """
 
     def __init__(self, new_id: Callable[[], str], holds_space: bool) -> None:
-        """`holds_space`: whether a marker may follow content."""
         self._new_id = new_id
         self._holds_space = holds_space
         self._deltas: list[Delta] = []

@@ -1,4 +1,4 @@
-"""The parts of an output, in the order in which they become certain."""
+"""The parts of an output."""
 
 from dataclasses import dataclass
 
@@ -19,8 +19,6 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """The start of the tool call number `index`."""
-
     index: int
     id: str
     name: str
@@ -28,7 +26,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """The next fragment of a tool call's arguments; all fragments form a JSON object."""
+    """A fragment of a tool call's arguments; all fragments form a JSON object."""
 
     index: int
     text: str
@@ -38,7 +36,7 @@ Delta = Content | Reasoning | ToolCallStart | ToolCallArguments
 
 
 def merge_deltas(deltas: list[Delta]) -> list[Delta]:
-    """Merge neighbouring deltas of one type, in linear time."""
+    """Merge neighbouring deltas of one type."""
     result: list[Delta] = []
     texts: list[str] = []
     for delta in deltas:

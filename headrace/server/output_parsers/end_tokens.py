@@ -1,11 +1,9 @@
-"""Removes the end token from an output whose control tokens are kept in the text."""
+"""Removes the end token of an output with control tokens."""
 
 from headrace.server.output_parsers.text_reader import markers
 
 
 class EndTokenFilter:
-    """Passes text on without an end token at its end. The same text elsewhere is kept."""
-
     def __init__(self, texts: tuple[str, ...]) -> None:
         self._texts = texts
         self._markers = markers(texts)

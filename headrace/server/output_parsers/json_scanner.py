@@ -4,32 +4,23 @@ import re
 
 _IN_STRING = re.compile(r'[^"\\]*')
 _BETWEEN = re.compile(r"[ \t\r\n,:A-Za-z0-9+.\-]*")
-"""Text between strings and brackets: white space, separators, numbers and literals."""
 _WORD = re.compile(r"[A-Za-z0-9+.\-]*")
 _CLOSING = {"{": "}", "[": "]"}
 
 
 class JsonScanner:
-    """Scans one JSON value: its strings, escapes and matching brackets. Takes linear time.
-
-    It does not check the order of keys, colons and commas, because arguments are passed on as the
-    model wrote them. A character that JSON allows only in strings and a wrong bracket fail.
-    """
+    """Finds the end of one JSON value by its strings and brackets, in linear time."""
 
     def __init__(self) -> None:
         self.done = False
         self.failed = False
         self._closers: list[str] = []
-        """The brackets that close the open ones."""
         self._in_string = False
         self._escaped = False
         self._in_word = False
 
     def feed(self, text: str, start: int) -> int:
-        """Scan `text` from `start`; returns the position after the value, or of the error.
-
-        If the value goes on, the position is the text's length.
-        """
+        """Scan from `start`; returns the end of the value, of an error, or of the text."""
         position = start
         while position < len(text) and not self.done and not self.failed:
             if self._in_string:
@@ -42,7 +33,6 @@ class JsonScanner:
         return position
 
     def finish(self) -> None:
-        """End the text. It completes a number or literal outside of brackets, else it fails."""
         if not self.done:
             self.done, self.failed = self._in_word, not self._in_word
 

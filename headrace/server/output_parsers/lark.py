@@ -14,10 +14,9 @@ _JSON_STYLE = {
 
 
 class LarkGrammar:
-    """A grammar under construction. Its methods return expressions, as text."""
+    """A grammar under construction. Its methods return expressions."""
 
     def __init__(self, control_tokens: Mapping[str, int]) -> None:
-        """Set the control tokens' ids by text; such a text is written as its token."""
         self._control_tokens = {text: token for text, token in control_tokens.items() if text}
         self._rules: list[str] = []
         longest_first = sorted(self._control_tokens, key=len, reverse=True)
@@ -36,7 +35,6 @@ class LarkGrammar:
         return self.rule(f"%json {json.dumps(_JSON_STYLE | dict(schema))}")
 
     def up_to(self, marker: str) -> str:
-        """Match any text that ends with `marker` and contains it only there."""
         control = self._marker.search(marker)
         if control is None:
             return self.rule("/(?s:.*)/", f"[suffix={_quoted(marker)}]")
@@ -54,16 +52,12 @@ class LarkGrammar:
         return self.rule(" | ".join(expressions))
 
     def repeated(self, expression: str, separator: str, parallel: bool) -> str:
-        """Match the expression once, or with `parallel` several times between separators."""
         return f"{expression} ({self.text(separator)} {expression})*" if parallel else expression
 
     def arguments(
         self, tool: Tool, argument: Callable[[str, Mapping[str, Any]], str], separator: str
     ) -> str:
-        """Match a tool's arguments in the order of its schema; optional ones may be absent.
-
-        `argument` makes the expression of one argument from its key and schema.
-        """
+        """Match a tool's arguments in the order of its schema; optional ones may be absent."""
         listed = tool.parameters.get("required")
         required = listed if isinstance(listed, list) else ()
         # From the last argument to the first: `first` matches the arguments from this one on if no
@@ -82,7 +76,6 @@ class LarkGrammar:
 
 
 def properties(tool: Tool) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return a tool's arguments, each with a schema that includes shared definitions."""
     shared = {
         name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters
     }

@@ -1,4 +1,4 @@
-"""Converts deltas to messages and chunks of OpenAI's chat completions."""
+"""Converts deltas to OpenAI's chat completions."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,11 +13,6 @@ from headrace.server.output_parsers.deltas import (
 
 
 def chat_delta(delta: Delta) -> dict[str, Any]:
-    """Return the `delta` of a chunk.
-
-    The first chunk of a tool call has its index, id, type and name; later chunks have only index
-    and arguments.
-    """
     if isinstance(delta, Content):
         return {"content": delta.text}
     if isinstance(delta, Reasoning):
@@ -51,7 +46,6 @@ class ChatMessageBuilder:
         return bool(self._tool_calls)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the message; content is null if there are only tool calls or reasoning."""
         content = "".join(self._content)
         message: dict[str, Any] = {
             "role": "assistant",
@@ -69,7 +63,6 @@ class ChatMessageBuilder:
 
 
 def chat_finish_reason(reason: str | None, has_tool_calls: bool) -> str | None:
-    """Return OpenAI's finish reason: `tool_calls` replaces `stop` if the output has tool calls."""
     return "tool_calls" if reason == "stop" and has_tool_calls else reason
 
 

@@ -10,9 +10,7 @@ from headrace.server.output_parsers.tools import NAME, Tool
 class OutputReader(TextReader):
     """Reads the text of an output and writes its deltas.
 
-    A tool call starts once its name and the beginning of its arguments are known. The text read
-    before is kept, and becomes content if it is not a tool call. A call that has started stays a
-    call: if its arguments are malformed, they end there and the rest is content.
+    Text that does not form a tool call becomes content.
     """
 
     def __init__(self, writer: DeltaWriter, tools: Mapping[str, Tool]) -> None:
@@ -21,10 +19,7 @@ class OutputReader(TextReader):
         self.writer = writer
 
     def start_call(self, name: str, call_id: str = "") -> None:
-        """Start a tool call, of which the kept text is part.
-
-        Raises MalformedError if no tool can have this name.
-        """
+        """Start a tool call. Raises MalformedError if no tool can have this name."""
         if not NAME.fullmatch(name):
             raise MalformedError
         self.writer.start_call(name, call_id)
@@ -35,10 +30,7 @@ class OutputReader(TextReader):
         self.forget()
 
     def attempt(self, before: str, steps: Steps[None]) -> Steps[None]:
-        """Read tool calls by `steps`; malformed text becomes content.
-
-        `before` is the text that was already read, such as the opener of the calls.
-        """
+        """Read tool calls by `steps`; malformed text becomes content."""
         self.keep(before)
         try:
             yield from steps

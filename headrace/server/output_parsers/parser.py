@@ -1,4 +1,4 @@
-"""Parses streamed model output into reasoning, content and tool calls."""
+"""Parses streamed output into reasoning, content and tool calls."""
 
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
@@ -34,10 +34,9 @@ class OutputFormat:
     def of(
         cls, template: str, tool_call_name: str | None = None, reasoning_name: str | None = None
     ) -> "OutputFormat":
-        """Detect the formats in a chat template, or take those with these names.
+        """Detect the formats in a chat template, or take the named ones; "none" turns one off.
 
-        The name "none" turns a format off. A model with a second template for tools passes both
-        texts as one. Raises RequestError for an unknown name.
+        Raises RequestError for an unknown name.
         """
         if tool_call_name is None:
             tool_call_format = detect_tool_call_format(template)
@@ -55,10 +54,7 @@ class OutputFormat:
         return cls(tool_call_format, reasoning_format)
 
     def needs_special_tokens(self, control_tokens: Collection[str], with_tools: bool) -> bool:
-        """Return whether a marker is a control token, which the text must then include.
-
-        The text then includes the end token too.
-        """
+        """Return whether a marker is a control token, which the text must then include."""
         markers = list(self.reasoning_format.markers) if self.reasoning_format else []
         if tool_call_format := self._active_tool_call_format(with_tools):
             markers += (*tool_call_format.openers, *tool_call_format.markers)
@@ -75,7 +71,6 @@ class OutputFormat:
         tools: Sequence[Tool] = (),
         end_tokens: Iterable[str] = (),
     ) -> "OutputParser":
-        """Make a parser of one output. Without `tools` it finds no tool calls."""
         return OutputParser(
             self._active_tool_call_format(bool(tools)),
             self.reasoning_format,
@@ -91,11 +86,9 @@ class OutputFormat:
 
 
 class OutputParser:
-    """Parses one output into deltas. The chunks of its text do not affect the merged deltas.
+    """Parses one output into deltas, in linear time and independent of its chunks.
 
-    Text that looks like a tool call but is malformed is content. Only markers and the white space
-    next to them are dropped. A delta is returned as soon as it is certain and never taken back.
-    Parsing takes linear time.
+    Malformed tool calls become content. A delta is never taken back.
     """
 
     def __init__(
@@ -107,10 +100,7 @@ class OutputParser:
         tools: Sequence[Tool] = (),
         end_tokens: Iterable[str] = (),
     ) -> None:
-        """Set the formats; with `in_reasoning`, the prompt ends within reasoning.
-
-        `end_tokens` are the texts of end tokens, if the output includes them.
-        """
+        """With `in_reasoning`, the prompt ends within reasoning."""
         self._writer = DeltaWriter(
             tool_call_format.new_id if tool_call_format else random_id,
             holds_space=tool_call_format is not None,

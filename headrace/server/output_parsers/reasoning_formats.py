@@ -1,4 +1,4 @@
-"""Formats of reasoning: markers around the text that a model writes before its output."""
+"""Markers around the reasoning of a model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +10,6 @@ from headrace.server.output_parsers.text_reader import Steps, TextReader
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """The markers around a model's reasoning, and around the rest of its output if it has any."""
-
     name: str
     begin: str
     end: str
@@ -57,14 +55,10 @@ _DETECTED = (
 _THINK = ReasoningFormat(name="think", begin="<think>", end="</think>")
 
 REASONING_FORMATS = {item.name: item for item in (*_DETECTED, _THINK)}
-"""Formats of reasoning by name; `--reasoning-parser` takes these names."""
 
 
 def detect_reasoning_format(template: str) -> ReasoningFormat | None:
-    """Return the format of reasoning in a chat template, or None.
-
-    A template with channels has none here: the tool-call format `harmony` reads its reasoning.
-    """
+    """Return the format in a chat template, or None. `harmony` reads its own reasoning."""
     if "<|channel|>" in template and "<|message|>" in template:
         return None
     for reasoning_format in _DETECTED:
@@ -87,10 +81,9 @@ def split_reasoning(
     writer: DeltaWriter,
     read_rest: Callable[[str], object],
 ) -> Steps[None]:
-    """Write the reasoning at the beginning of a text and pass the rest to `read_rest`.
+    """Write the reasoning and pass the rest to `read_rest`.
 
-    With `in_reasoning`, the text starts within reasoning. Without an end marker all text is
-    reasoning.
+    Without an end marker all text is reasoning.
     """
     space = yield from reader.space()
     if (yield from reader.next_is(reasoning_format.begin)) or in_reasoning:

@@ -1,8 +1,6 @@
 """Reads streamed text as if it were complete.
 
-A parser is a generator over a `TextReader`. If the next text has not arrived, the generator yields
-and continues later. So the result does not depend on the chunks in which the text arrives, and a
-parser waits only while the text so far may still become the marker that it looks for.
+A parser is a generator that yields while it waits for text, so chunks do not affect its result.
 """
 
 import json
@@ -15,7 +13,7 @@ from headrace.server.output_parsers.json_scanner import JsonScanner
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
-"""A generator that returns a T and yields whenever it needs more text."""
+"""Yields whenever it needs more text, and returns a T."""
 
 SPACE = " \t\r\n"
 MAX_NAME = 1024
@@ -30,7 +28,7 @@ class MalformedError(Exception):
 
 
 class Markers:
-    """Finds the first of several markers in a text; no marker may contain another."""
+    """Finds the first marker in a text; no marker may contain another."""
 
     def __init__(self, texts: tuple[str, ...]) -> None:
         self._pattern = re.compile("|".join(map(re.escape, texts)) or "(?!)")
@@ -42,7 +40,7 @@ class Markers:
         return self._pattern.search(text, start)
 
     def partial(self, text: str, start: int) -> int:
-        """Return the position of an incomplete marker at the text's end, or the text's length."""
+        """Return the position of an incomplete marker at the end, or the text's length."""
         positions = (
             i
             for i in range(max(start, len(text) - self._max_length + 1), len(text))
@@ -55,11 +53,8 @@ markers = lru_cache(256)(Markers)
 
 
 class TextReader:
-    """The text that has arrived and has not been read."""
-
     def __init__(self) -> None:
         self.ended = False
-        """Whether all text has arrived."""
         self._text = ""
         self._position = 0
         self._kept: list[str] | None = None
@@ -72,30 +67,24 @@ class TextReader:
         self._text, self._position = self._text[self._position :] + text, 0
 
     def keep(self, before: str) -> None:
-        """Keep `before` and all text that is read from now on, in case it is malformed."""
+        """Keep `before` and all later text, in case it is malformed."""
         self._kept = [before]
 
     def forget(self) -> None:
-        """Forget the kept text, which is part of a tool call; still keep the text that follows."""
         if self._kept:
             self._kept.clear()
 
     def take_kept(self) -> str:
-        """Return the kept text and keep no more."""
         kept, self._kept = "".join(self._kept or ()), None
         return kept
 
     def peek(self) -> Steps[str]:
-        """Return the next character without reading it, or "" at the end."""
         while self._position == len(self._text) and not self.ended:
             yield
         return self._text[self._position : self._position + 1]
 
     def run(self, pattern: re.Pattern[str], take: Callable[[str], object]) -> Steps[None]:
-        """Read the longest run of a character class and pass it to `take` as it arrives.
-
-        `pattern` is a repeated character class.
-        """
+        """Read the longest run of a character class and pass it to `take`."""
         while True:
             match = pattern.match(self._text, self._position)
             take(self._read(match.end() if match else self._position))
@@ -104,7 +93,7 @@ class TextReader:
             yield
 
     def word(self, pattern: re.Pattern[str], max_length: int = MAX_NAME) -> Steps[str]:
-        """Read the longest run of a character class. Raises MalformedError if it is too long."""
+        """Read the longest run of a character class. Raises MalformedError above `max_length`."""
         word = ""
         while True:
             limit = self._position + max_length + 1 - len(word)
@@ -126,10 +115,7 @@ class TextReader:
         return bool((yield from self.one_of((marker,))))
 
     def one_of(self, texts: tuple[str, ...]) -> Steps[str]:
-        """Read and return the text that comes next, or "" if all differ.
-
-        No text may start with another.
-        """
+        """Read and return the next text, or "". No text may start with another."""
         while True:
             for text in texts:
                 if self._text.startswith(text, self._position):
@@ -140,15 +126,12 @@ class TextReader:
             yield
 
     def expect(self, marker: str) -> Steps[None]:
-        """Read `marker`. Raises MalformedError if other text comes next."""
+        """Read `marker`. Raises MalformedError."""
         if not (yield from self.next_is(marker)):
             raise MalformedError
 
     def until(self, texts: tuple[str, ...], take: Callable[[str], object]) -> Steps[str]:
-        """Pass the text before the next marker to `take`; read and return the marker.
-
-        Returns "" at the end of the text.
-        """
+        """Pass text to `take` until a marker; returns the marker, or "" at the end."""
         find = markers(texts)
         while True:
             if match := find.find(self._text, self._position):
@@ -161,7 +144,7 @@ class TextReader:
             yield
 
     def value(self, take: Callable[[str], object]) -> Steps[None]:
-        """Read a JSON value and pass it to `take` as it arrives. Raises MalformedError."""
+        """Pass a JSON value to `take`. Raises MalformedError."""
         scanner = JsonScanner()
         while True:
             take(self._read(scanner.feed(self._text, self._position)))
@@ -192,7 +175,6 @@ class TextReader:
             raise MalformedError from None
 
     def character(self) -> Steps[str]:
-        """Read one character. Raises MalformedError at the end of the text."""
         character = yield from self.peek()
         if not character:
             raise MalformedError

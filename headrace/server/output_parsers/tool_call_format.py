@@ -1,4 +1,4 @@
-"""The interface of a tool-call format; the formats are in `formats/`."""
+"""The interface of a tool-call format."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,21 +18,14 @@ class ToolCallFormat:
     openers: tuple[str, ...]
     """Texts that start tool calls anywhere in an output."""
     read: Callable[[OutputReader, str], Steps[None]]
-    """Reads the tool calls after an opener; raises MalformedError.
-
-    The opener is "" if the output starts with the calls.
-    """
+    """Reads the tool calls after an opener; raises MalformedError."""
     grammar: Callable[[LarkGrammar, Sequence[Tool], bool], str]
     """Makes a grammar expression of one tool call, or of several if the last argument is true."""
     markers: tuple[str, ...] = ()
     """Further texts of the format that can be control tokens."""
     bare: str = ""
-    """First characters of an output that can consist of tool calls without an opener.
-
-    Such calls must name a tool of the request.
-    """
+    """First characters of calls without an opener. They must name a tool of the request."""
     new_id: Callable[[], str] = random_id
-    """Makes an id for a tool call without one."""
     always: bool = False
     """Whether outputs without tool calls follow the format too; then it also reads reasoning."""
 

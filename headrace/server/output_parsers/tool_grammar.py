@@ -17,11 +17,7 @@ def tool_grammar(
     in_reasoning: bool = False,
     control_tokens: Mapping[str, int] | None = None,
 ) -> str | None:
-    """Return a Lark grammar of reasoning and tool calls, or None if `choice` demands no calls.
-
-    `parallel` allows several calls. With `in_reasoning`, the prompt ends within reasoning.
-    `control_tokens` are token ids by text.
-    """
+    """Return a Lark grammar of reasoning and tool calls, or None if `choice` demands no calls."""
     if choice.mode not in ("required", "named") or output_format.tool_call_format is None:
         return None
     if choice.mode == "named":

@@ -30,7 +30,7 @@ class Tool:
         return schema if isinstance(schema, Mapping) else {}
 
     def parameter_types(self, key: str) -> frozenset[str]:
-        """Return the JSON types that one argument may have; empty if the schema does not say."""
+        """Return the JSON types of an argument; empty if the schema does not say."""
         schema = self.parameter(key)
         types = schema.get("type")
         if isinstance(types, str):
@@ -45,15 +45,13 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Whether the model may or must call tools."""
-
     mode: str
     """`none`, `auto`, `required`, or `named` if it must call the tool `name`."""
     name: str | None = None
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
-    """Parse tools in the form of chat completions. Raises RequestError, which names the field."""
+    """Parse tools of chat completions. Raises RequestError, which names the field."""
     by_name: dict[str, Tool] = {}
     for i, item in enumerate(tools or ()):
         function = item.get("function") if item.get("type") == "function" else None
@@ -74,7 +72,7 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
 
 
 def read_tool_choice(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool]) -> ToolChoice:
-    """Parse `tool_choice`; None is `auto` if there are tools. Raises RequestError."""
+    """Parse `tool_choice`. Raises RequestError."""
     if choice is None:
         return ToolChoice("auto" if tools else "none")
     if isinstance(choice, str):

@@ -1,7 +1,4 @@
-"""Tool-call formats, and their detection in a chat template.
-
-A new format is a file in this folder and a row in `_DETECTED`.
-"""
+"""Tool-call formats and their detection. A new format is a file here and a row in `_DETECTED`."""
 
 from headrace.errors import RequestError
 from headrace.server.output_parsers.formats import (
@@ -41,11 +38,9 @@ _DETECTED: tuple[tuple[ToolCallFormat, tuple[str, ...]], ...] = (
 )
 
 TOOL_CALL_FORMATS = {item.name: item for item, _ in _DETECTED}
-"""Tool-call formats by name; `--tool-call-parser` takes these names."""
 
 
 def detect_tool_call_format(template: str) -> ToolCallFormat | None:
-    """Return the tool-call format that a chat template uses, or None."""
     for tool_call_format, texts in _DETECTED:
         if all(text in template for text in texts):
             return tool_call_format

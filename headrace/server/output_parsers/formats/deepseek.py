@@ -1,7 +1,4 @@
-"""Tool calls between control tokens: DeepSeek V3, R1 and V3.1, and Kimi K2.
-
-DeepSeek V3 and R1 write the arguments as a block of code.
-"""
+"""Tool calls between control tokens: DeepSeek V3, R1 and V3.1, and Kimi K2."""
 
 import re
 from collections.abc import Sequence
@@ -50,7 +47,7 @@ def _read(reader: OutputReader, opener: str) -> Steps[None]:
 
 
 def _read_kimi(reader: OutputReader, opener: str) -> Steps[None]:
-    """Read calls of Kimi K2, whose ids are `functions.NAME:NUMBER`."""
+    """Kimi K2's ids are `functions.NAME:NUMBER`."""
     yield from reader.space()
     yield from reader.expect(_KIMI_BEGIN)
     more = True

@@ -1,10 +1,9 @@
-"""Messages in channels: gpt-oss. The format covers the complete output, reasoning included.
+"""The channels of gpt-oss, for reasoning, content and tool calls.
 
 Reasoning is `<|channel|>analysis<|message|>...<|end|>`, content is
 `<|channel|>final<|message|>...<|return|>`, and a tool call is
 `<|start|>assistant<|channel|>commentary to=functions.NAME
-<|constrain|>json<|message|>{...}<|call|>`. The recipient may come before the channel, and a tool
-call may be in any channel.
+<|constrain|>json<|message|>{...}<|call|>`.
 """
 
 import re
@@ -24,7 +23,7 @@ _FUNCTION = "to=functions."
 
 
 class _Messages:
-    """Reads the messages of one output; the prompt ends with `<|start|>assistant`."""
+    """Reads messages; the prompt ends with `<|start|>assistant`."""
 
     def __init__(self, reader: OutputReader) -> None:
         self.take: Callable[[str], object] = reader.writer.content
@@ -45,10 +44,6 @@ class _Messages:
                 yield from reader.attempt(marker, self._begin(marker, ""))
 
     def _begin(self, marker: str, before: str) -> Steps[None]:
-        """Read a header, and the message if it is a tool call.
-
-        The header's first marker and `before` have been read already.
-        """
         channel = recipient = ""
         while marker != _MESSAGE:
             words = (before + (yield from self._reader.word(_HEADER))).split()
@@ -88,7 +83,6 @@ def _read(reader: OutputReader, opener: str) -> Steps[None]:
 
 
 def _grammar(lark: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-    """Match optional reasoning and one call; a second call cannot follow the token `<|call|>`."""
     reasoning = (
         f"{lark.text(_CHANNEL + 'analysis' + _MESSAGE)} {lark.up_to(_ENDS[0])} "
         f"{lark.text(_START + 'assistant')}"

@@ -1,7 +1,4 @@
-"""`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5 and 3 and others.
-
-Granite 4 and SmolLM 2 and 3 use it too.
-"""
+"""`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen, Granite 4, SmolLM."""
 
 from collections.abc import Sequence
 

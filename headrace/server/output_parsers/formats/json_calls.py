@@ -1,4 +1,4 @@
-"""Tool calls as JSON objects, which several formats write between different markers."""
+"""Tool calls as JSON objects."""
 
 import json
 from collections.abc import Sequence
@@ -13,9 +13,8 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 def read_call(reader: OutputReader, known_only: bool = False) -> Steps[None]:
-    """Read `{"name": ..., "arguments": {...}}`. Raises MalformedError.
+    """Read `{"name": ..., "arguments": {...}}` with keys in any order. Raises MalformedError.
 
-    Keys may come in any order, and unknown keys are ignored. Absent arguments are an empty object.
     With `known_only`, the name must be a tool of the request.
     """
     call = _Call(reader, known_only)
@@ -93,8 +92,6 @@ def _ignore(_: str) -> None:
 
 
 class _Call:
-    """One call; arguments that come before the name are held back."""
-
     def __init__(self, reader: OutputReader, known_only: bool) -> None:
         self.name: str | None = None
         self.has_arguments = False

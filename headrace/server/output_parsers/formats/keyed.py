@@ -1,4 +1,4 @@
-"""Arguments as keys and raw texts between tags, converted to JSON by the tool's schema."""
+"""Arguments as keys and raw texts between tags."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ _PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 
 class KeyedArguments:
-    """Writes one call's arguments: strings as they arrive, other values when complete."""
+    """Writes one call's arguments as JSON: strings as they arrive, other values when complete."""
 
     def __init__(self, reader: OutputReader, name: str) -> None:
         reader.start_call(name)
@@ -41,7 +41,6 @@ class KeyedArguments:
         )
 
     def cut(self) -> None:
-        """Write an incomplete value as it is: the text has ended."""
         if not self._is_text:
             self._reader.arguments("".join(self._value))
 
@@ -56,10 +55,7 @@ class KeyedArguments:
 def value_grammar(
     lark: LarkGrammar, tool: Tool, key: str, schema: Mapping[str, Any], closer: str
 ) -> str:
-    """Match a value and its closing tag.
-
-    Strings are restricted only by `enum` and `const`, because they are written without quotes.
-    """
+    """Match a value and its closing tag. Only `enum` and `const` restrict unquoted strings."""
     texts = schema.get("enum", [schema.get("const")])
     if tool.parameter_types(key) != {"string"}:
         return f"{lark.json(schema)} {lark.text(closer)}"
@@ -73,10 +69,7 @@ def _json(text: str) -> str:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """Return the value itself if it is JSON of an allowed type, else a JSON string.
-
-    If `types` is empty, all types are allowed.
-    """
+    """Return JSON of an allowed type as it is, other text as a JSON string."""
     value = text.strip()
     value = _PYTHON_LITERALS.get(value, value)
     kind = _kind(value)
@@ -85,7 +78,6 @@ def _as_json(text: str, types: frozenset[str]) -> str:
 
 
 def _kind(text: str) -> str | None:
-    """Return the JSON type of a text, or None if it is not JSON."""
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

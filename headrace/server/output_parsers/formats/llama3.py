@@ -11,10 +11,7 @@ from headrace.server.output_parsers.tools import Tool
 
 
 def _read(reader: OutputReader, opener: str) -> Steps[None]:
-    """Read calls between semicolons. Without a tag, the name must be a known tool's.
-
-    Otherwise any JSON could be taken for a call.
-    """
+    """Without a tag, the name must be a known tool's: otherwise any JSON could be a call."""
     yield from read_calls(reader, ";", known_only=not opener)
 
 

@@ -23,7 +23,7 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 def _new_id() -> str:
-    """Make an id of nine letters and digits; Mistral's templates reject any other."""
+    """Mistral's templates accept only ids of nine letters and digits."""
     return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
 
 

@@ -37,10 +37,7 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 def read_literal(reader: TextReader, take: Callable[[str], object]) -> Steps[None]:
-    """Read a list, dictionary, string, number or constant and pass it to `take` as JSON.
-
-    Raises MalformedError for other text.
-    """
+    """Read a Python literal and pass it to `take` as JSON. Raises MalformedError."""
     containers: list[str] = []  # the brackets that close the open containers
     separator = ""  # written when another item certainly follows
     while True:
@@ -106,7 +103,6 @@ def _string(reader: TextReader, take: Callable[[str], object], quote: str) -> St
 
 
 def _escape(reader: TextReader) -> Steps[str]:
-    """Read the escape after a backslash; an escape unknown to Python is kept as it is."""
     kind = yield from reader.character()
     if kind not in _HEX_DIGITS:
         return _inner(_ESCAPES.get(kind, "\\" + kind))

@@ -15,11 +15,6 @@ _NAME = re.compile(r"[A-Za-z0-9_.\-]*")
 
 
 def _format(name: str, opener: str, closer: str, listed: bool = True) -> ToolCallFormat:
-    """Make a format with the calls in a list, which can also be the complete output.
-
-    Without `listed`, each call is on a line of its own, between the markers.
-    """
-
     def read(reader: OutputReader, opened: str) -> Steps[None]:
         yield from reader.space()
         if listed:
@@ -61,7 +56,6 @@ def _format(name: str, opener: str, closer: str, listed: bool = True) -> ToolCal
 
 
 def _read_call(reader: OutputReader, known_only: bool) -> Steps[None]:
-    """Read `name(key=literal, ...)`. The call starts after its first key. Raises MalformedError."""
     name = yield from reader.word(_NAME)
     if known_only and name not in reader.tools:
         raise MalformedError

@@ -18,7 +18,6 @@ _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 
 
 def _read(reader: OutputReader, opener: str) -> Steps[None]:
-    """Read one call; models sometimes leave `<tool_call>` out."""
     if opener != _FUNCTION:
         yield from reader.space()
         yield from reader.expect(_FUNCTION)
@@ -44,7 +43,6 @@ def _read(reader: OutputReader, opener: str) -> Steps[None]:
 
 
 def _value(reader: OutputReader, arguments: KeyedArguments) -> Steps[None]:
-    """Read a value without the line break next to each of its tags."""
     yield from reader.next_is("\n")
     line_break: list[str] = []
 
