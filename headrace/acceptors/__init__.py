@@ -1,4 +1,4 @@
-"""Acceptors: they decide which sequences continue after a step, and with which new tokens."""
+"""Acceptors decide which sequences continue after a step, and with which new tokens."""
 
 from collections.abc import Sequence
 from typing import Protocol, Self, TypeVar
@@ -52,11 +52,11 @@ class SampledSequence(Protocol):
 
     @property
     def num_logprobs(self) -> int:
-        """Number of top log-probabilities to return with the token's own; -1: return none."""
+        """Number of top log-probabilities with the token's own; -1: none."""
 
     @property
     def masks(self) -> Masks | None:
-        """Allowed tokens of each row, [1 + nodes, words]; None: all tokens are allowed."""
+        """Allowed tokens of each row, [1 + nodes, words]; None: all."""
 
     @property
     def output(self) -> OutputView: ...
@@ -69,14 +69,11 @@ AnySequence = TypeVar("AnySequence", bound=SampledSequence)
 class Acceptor(Protocol):
     """Decides which sequences continue after a step, and with which new tokens.
 
-    All requests whose sequences are independent share one acceptor. A beam search has an acceptor
-    of its own for each request.
+    Independent sequences share one acceptor. Each beam search has its own.
     """
 
     is_group: bool
-    """Whether the sequences of a request form a beam group: they sample in the same step, one token
-    each, and are accepted together.
-    """
+    """Whether the sequences form a beam group: they sample in the same step, one token each."""
     needs_logits: bool
     """Whether `accept` reads the logits."""
 
@@ -91,8 +88,8 @@ class Acceptor(Protocol):
     ) -> list[tuple[AnySequence, Commit | None]]:
         """Return the sequences that continue, in their new order, with their commits.
 
-        `results` are the results of `logit_ops`, `logits` is [rows, vocab] if `needs_logits`.
-        A sequence that is returned several times is forked; a sequence that is not returned is
+        `results` are the results of `logit_ops`, `logits` is [rows, vocab] if `needs_logits`. A
+        sequence that is returned several times is forked; a sequence that is not returned is
         freed. A commit of None fails the request, because its logits were not finite.
         """
 

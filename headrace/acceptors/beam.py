@@ -1,9 +1,7 @@
 """Beam search: of all continuations of a request's sequences, keep the likeliest few.
 
-The total of a beam is the sum of its tokens' log-probabilities, under biases and penalties, at
-temperature 1. Finished beams are ranked by their score, total / length ** length_penalty
-(Wu et al. 2016, without their constant 5). The length counts output tokens, an end token included.
-Beams finish and a search ends as in Hugging Face transformers.
+Finished beams are ranked by total / length ** length_penalty (Wu et al. 2016, without their
+constant 5). They finish, and a search ends, as in Hugging Face transformers.
 """
 
 from bisect import insort
@@ -23,10 +21,7 @@ from headrace.sampling.sampler import token_logprobs
 
 
 class Candidate(NamedTuple):
-    """A beam with one more token.
-
-    Candidates sort best first. Equal totals are ordered by beam, then by token.
-    """
+    """A beam with one more token. Best first; equal totals by beam, then by token."""
 
     loss: float  # the negated total
     beam: int
@@ -40,24 +35,25 @@ class Hypothesis(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BeamSearch:
-    """The beam search of one request. Its sequences are always in the order of the beams."""
+    """The beam search of one request. Its sequences are always in the order of the beams.
+
+    The total of a beam is the sum of its log-probabilities after biases and penalties, at
+    temperature 1.
+    """
 
     width: int
     num_results: int
     length_penalty: float
     early_stopping: bool
     num_end_ids: int
-    """Number of tokens that may end a beam. A step ranks that many extra tokens of each beam, so
-    that `width` candidates remain if all end tokens are among the best. With stop strings a step
-    may need still more candidates.
+    """Number of tokens that may end a beam. A step ranks that many extra tokens of each beam,
+    so that `width` candidates remain.
     """
     needs_logits: bool
-    """Whether the request has stop strings or returns log-probabilities. The top tokens of each row
-    are enough otherwise.
-    """
+    """Whether the request has stop strings or returns log-probabilities."""
     totals: list[float] = field(default_factory=lambda: [0.0])
     finished: list[Hypothesis] = field(default_factory=list)
-    """Up to `width` finished beams, best first. Of equal scores the earlier beam comes first."""
+    """Up to `width` finished beams, best first."""
     is_group = True
 
     def logit_ops(self, seqs: list[AnySequence]) -> list[LogitOp]:
@@ -92,11 +88,7 @@ class BeamSearch:
         return [(seq, None) for seq in seqs]
 
     def outputs(self, outputs: list[AnyOutput]) -> list[AnyOutput]:
-        """Return the best `num_results` outputs once all beams have ended; an empty list before
-        that.
-
-        Beams that were cut short compete with the finished beams.
-        """
+        """Return the best `num_results` outputs once all beams have ended, live beams included."""
         if any(output.finish_reason is None for output in outputs):
             return []
         cut_short = list(map(self._hypothesis, outputs, self.totals))
@@ -134,9 +126,8 @@ class BeamSearch:
     ) -> list[tuple[AnySequence, Commit | None]] | None:
         """Finish the ending candidates among the best `width`; accept the best `width` others.
 
-        An ending candidate below the best `width` is dropped, because better ones continue.
-        Returns None, and changes no state, if stop strings end too many candidates, so that a beam
-        needs more than `count`.
+        Returns None, and changes no state, if stop strings end too many candidates, so that a
+        beam needs more than `count`.
         """
         accepted: list[tuple[AnySequence, Commit | None]] = []
         totals: list[float] = []
@@ -183,8 +174,7 @@ class BeamSearch:
     def _ends(self, totals: list[float], length: int) -> bool:
         """Whether the search ends: no beam continues, or `width` beams are finished.
 
-        Without early stopping, the best live beam must also score no better than the worst
-        finished beam. Its present length counts, although its score may rise with its length later.
+        Without early stopping, no live beam may score better at its present length.
         """
         if not totals:
             return True
@@ -196,7 +186,6 @@ class BeamSearch:
 def _logprobs(
     seq: SampledSequence, token: int, logits: NDArray[np.float32] | None
 ) -> list[TokenLogprobs]:
-    """Return the log-probabilities of a token as a list of one; empty if not requested."""
     if seq.num_logprobs < 0:
         return []
     assert logits is not None, "a search with log-probabilities needs the logits"

@@ -1,5 +1,3 @@
-"""The acceptor of independent sequences, used by every request without beam search."""
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,14 +1,8 @@
-"""The block pool: which sequence holds which block of KV slots.
+"""The block pool: which sequence holds which block of KV slots. The backend has the storage.
 
-The pool holds block numbers only; the storage belongs to the backend.
-
-A block is in the table of one sequence or, after a fork or a prefix hit, in several tables. The
-block is free again when the last table releases it. A shared block is never written: a sequence
-that must write to it gets a copy first.
-
-A free block is either empty or evictable. The content of an evictable block is kept for a later
-prefix hit. When no empty block is left, the pool evicts the least recently used evictable blocks,
-several at a time so that they often form a run.
+Forks and prefix hits share blocks. A shared block is never written; a writer gets a copy first.
+A free block is empty, or evictable: kept for a later prefix hit, the least recently used
+evicted first.
 """
 
 from array import array
@@ -20,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 NULL_BLOCK = -1
 
 _RUN = 8
-"""Number of blocks in a run. Blocks of a run are contiguous in memory, in ascending order."""
+"""Number of blocks in a run, whose memory is contiguous."""
 
 if TYPE_CHECKING:
     _IntArray = array[int]
@@ -31,8 +25,8 @@ else:
 class Table(_IntArray):
     """The blocks of a sequence, in position order.
 
-    A sequence with an attention window releases blocks that no later row sees. Their places hold
-    null blocks: `num_released` places after the first `num_sink_blocks`, which are never released.
+    With an attention window, `num_released` places after the first `num_sink_blocks` hold null
+    blocks.
     """
 
     __slots__ = ("num_released", "num_sink_blocks")
@@ -50,12 +44,11 @@ class Table(_IntArray):
 
     @property
     def window_start(self) -> int:
-        """Index of the first block after the null blocks; 0 without null blocks."""
+        """Index of the first block after the null blocks."""
         return self.num_sink_blocks + self.num_released if self.num_released else 0
 
     @property
     def held(self) -> "array[int]":
-        """The blocks without the null blocks."""
         if not self.num_released:
             return self
         return self[: self.num_sink_blocks] + self[self.window_start :]
@@ -77,7 +70,7 @@ class Demand(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """A planned change of a table: its new length, and the shared blocks to replace by copies."""
+    """A planned change of a table: its new length, and the shared blocks to copy."""
 
     num_blocks: int
     shared: list[int]
@@ -91,12 +84,10 @@ class BlockPool:
     """The blocks of a group of layers that attend to the whole context, with reference counts."""
 
     window_blocks = inf
-    """Number of blocks before a block boundary that the row after the boundary sees."""
+    """Number of blocks before a block boundary that the row after it sees."""
     num_sink_blocks = 0
-    """Number of blocks at the start of a table that all rows see."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        """`block_size` is the number of slots (tokens) of a block."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._references = [0] * num_blocks
@@ -121,7 +112,6 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Number of blocks that sequences may allocate."""
         return self.num_free
 
     @property
@@ -129,14 +119,14 @@ class BlockPool:
         return len(self._evictable)
 
     def evictable_blocks(self) -> list[int]:
-        """Return the blocks in no table whose content is kept, least recently used first."""
+        """The blocks in no table whose content is kept, least recently used first."""
         return list(self._evictable)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def max_blocks(self, demand: Demand) -> int:
-        """Return the max number of blocks that the sequences hold at once while they grow."""
+        """The max number of blocks that the sequences hold at once while they grow."""
         num_blocks = self.blocks_for(demand.num_tokens)
         num_shared = demand.common // self.block_size
         return num_blocks + (demand.width - 1) * (num_blocks - num_shared)
@@ -154,17 +144,11 @@ class BlockPool:
         return table[index // self.block_size] * self.block_size + index % self.block_size
 
     def first_visible(self, computed: int) -> int:
-        """Return the index of the first block, after the sinks, that later rows see.
-
-        Later rows are the rows from token `computed` on.
-        """
+        """Index of the first block, after the sinks, that rows from token `computed` on see."""
         return 0
 
     def plan(self, table: Table, computed: int, num_slots: int) -> Allocation | None:
-        """Plan an allocation of `num_slots` slots from token `computed` on.
-
-        Returns None if there are not enough blocks.
-        """
+        """Plan `num_slots` slots from token `computed` on; None if there are not enough blocks."""
         # The usual case: one slot in a block that this sequence already has for itself.
         index = computed // self.block_size
         if num_slots == 1 and index < len(table) and self._references[table[index]] == 1:
@@ -184,7 +168,7 @@ class BlockPool:
         return Allocation(num_blocks, shared)
 
     def apply(self, table: Table, plan: Allocation) -> list[tuple[int, int]]:
-        """Carry out a plan; returns the copies to make, as pairs of source and target block."""
+        """Carry out a plan; returns the copies to make, (source, target)."""
         copies = []
         for i in plan.shared:
             source, table[i] = table[i], self._pop_block(table[i - 1] if i else NULL_BLOCK)
@@ -196,8 +180,8 @@ class BlockPool:
     def allocate(self, table: Table, computed: int, num_slots: int) -> list[tuple[int, int]] | None:
         """Make `num_slots` slots from token `computed` on writable.
 
-        Returns the copies to make before anything is written, as pairs of source and target block.
-        Returns None, and changes no state, if there are not enough blocks.
+        Returns the copies (source, target) to make before anything is written. Returns None,
+        and changes no state, if there are not enough blocks.
         """
         plan = self.plan(table, computed, num_slots)
         return None if plan is None else self.apply(table, plan)
@@ -205,8 +189,8 @@ class BlockPool:
     def keep_path(self, table: Table, end: int, path: list[int]) -> list[tuple[int, int]]:
         """Keep the first `end` slots and the slots of an accepted draft path; free the rest.
 
-        Node `i` of the draft is in slot `end + i`. The kept nodes must become adjacent: returns the
-        slots to move, as pairs of source and target, before anything else is written.
+        Node `i` of the draft is in slot `end + i`. Returns the slots to move, (source, target),
+        before anything else is written.
         """
         moves = [
             (self.slot(table, end + node), self.slot(table, end + i))
@@ -229,7 +213,6 @@ class BlockPool:
         self.trim(table, 0)
 
     def fork(self, table: Table) -> Table:
-        """Return a second table of the same blocks."""
         for block in table.held:
             self._references[block] += 1
         self._num_references += table.num_held
@@ -258,7 +241,7 @@ class BlockPool:
             table.append(block)
 
     def fill_null(self, table: Table, index: int) -> int:
-        """Replace a null block of a table that `share` filled by an empty block; returns it."""
+        """Replace a null block of a shared table by an empty block; returns it."""
         table[index] = self._pop_block(table[index - 1] if index else NULL_BLOCK)
         table.num_released -= 1
         return table[index]
@@ -270,7 +253,7 @@ class BlockPool:
         table[index] = block
 
     def check(self, tables: list[Table]) -> None:
-        """Assert that the pool agrees with these tables, which must be all tables."""
+        """Assert that the pool agrees with all tables."""
         held = [0] * self.num_blocks
         for table in tables:
             blocks = table.held.tolist()
@@ -289,11 +272,9 @@ class BlockPool:
     # Blocks
 
     def _table_length(self, computed: int, num_slots: int) -> int:
-        """Return the blocks of a table, null blocks included, with `num_slots` further slots."""
         return self.blocks_for(computed + num_slots)
 
     def _cost(self, num_new: int, num_shared: int) -> int:
-        """Return the available blocks that new blocks and copies of shared blocks take."""
         return num_new + num_shared
 
     def _extend(self, table: Table, num_blocks: int) -> None:
@@ -320,10 +301,7 @@ class BlockPool:
         return block
 
     def _evict(self) -> None:
-        """Evict several blocks.
-
-        A table releases its blocks from the last to the first, so these are often a run.
-        """
+        """Evict several blocks, which are often a run: a table releases its last block first."""
         for _ in range(min(_RUN, len(self._evictable))):
             block, _ = self._evictable.popitem(last=False)
             on_evict = self._cached.pop(block)

@@ -1,13 +1,8 @@
-"""The host tier of the prefix cache: copies of evicted blocks in host memory.
+"""The host tier of the prefix cache: copies of evicted blocks in host memory (`HostBlocks`).
 
-The tier holds block numbers only; the storage belongs to the backend (`HostBlocks`). A copy stays
-on the host after it is loaded, so evicting the block again needs no second copy. If no host block
-is left, the least recently used copy is dropped.
-
-All copies run in the order of the launches, so the host waits for no copy. A copy to the host is
-issued at once, because no earlier launch still writes a block of the prefix cache. A load is queued
-until the step's own block copies are issued (`run_loads`), because these may read the old content
-of its target. Until then its host block is pinned.
+All copies run in the order of the launches. A load waits for the step's block copies
+(`run_loads`), which may read the old content of its target; until then its host block is
+pinned.
 """
 
 import logging
@@ -23,8 +18,6 @@ _log = logging.getLogger("headrace.kv")
 
 
 class QueuedLoad(NamedTuple):
-    """A host block to load into a block."""
-
     group: int
     host_block: int
     block: int
@@ -33,14 +26,14 @@ class QueuedLoad(NamedTuple):
 class HostTier:
     """The host blocks of each KV group. Without a `store` the tier is empty.
 
-    The tier is used only while loading a block of every group is faster than computing its tokens.
+    A copy stays after it is loaded. The least recently used is dropped first.
     """
 
     def __init__(self, store: HostBlocks | None = None, block_size: int = 0) -> None:
         self._store = store
         self._block_size = block_size
         self._row_seconds = inf
-        """Seconds per row in the fastest step; infinite before the first step."""
+        """Seconds per row in the fastest step."""
         self.num_saved = 0
         self.num_loaded = 0
         self.reset()
@@ -62,7 +55,7 @@ class HostTier:
 
     @property
     def is_faster(self) -> bool:
-        """Whether there is a tier, and loading a block is faster than computing its tokens."""
+        """Whether loading a block of every group is faster than computing its tokens."""
         return (
             self._store is not None
             and self._store.block_seconds < self._block_size * self._row_seconds
@@ -80,8 +73,8 @@ class HostTier:
     def save(self, group: int, block: int, on_drop: Callable[[int], None]) -> int:
         """Copy a block that is about to be overwritten, and return its host block.
 
-        `on_drop(host_block)` is called when the copy is dropped. Returns `NULL_BLOCK` if computing
-        the block again is faster, or if no host block is available.
+        `on_drop(host_block)` is called when the copy is dropped. Returns `NULL_BLOCK` if
+        computing is faster, or if no host block is available.
         """
         if self._store is None or not self.is_faster:
             return NULL_BLOCK
@@ -108,7 +101,6 @@ class HostTier:
         self._used[group].move_to_end(host_block)
 
     def free(self, group: int, host_block: int) -> None:
-        """Drop a copy without a call of `on_drop`."""
         del self._used[group][host_block]
         self._free[group].append(host_block)
 
@@ -133,7 +125,6 @@ class HostTier:
             pinned.clear()
 
     def check(self) -> None:
-        """Assert that each host block is either free or used, and that queued loads are pinned."""
         for group, (free, used) in enumerate(zip(self._free, self._used, strict=True)):
             assert len(set(free)) == len(free) and not used.keys() & set(free)
             assert self._pinned[group] <= used.keys()

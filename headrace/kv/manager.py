@@ -1,7 +1,6 @@
 """The KV of sequences over all KV groups: a pool and a table for each group.
 
-A KV group is a set of layers with the same KV layout and attention window. Each operation applies
-to all groups, or it changes no group.
+Each operation applies to all groups, or it changes no group.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ from headrace.kv.window import WindowPool
 from headrace.program.kv import KvGroup
 
 Tables = tuple[Table, ...]
-"""The block table of a sequence in each KV group."""
 
 
 class Copy(NamedTuple):
@@ -31,9 +29,7 @@ class KvManager:
     def __init__(
         self, groups: Sequence[KvGroup], kv: KvConfig, max_rows: int, host: HostTier | None = None
     ) -> None:
-        """`max_rows` limits the slots that are allocated for a sequence at once. `host` is the host
-        memory of the prefix cache.
-        """
+        """`max_rows` limits the slots that are allocated for a sequence at once."""
         self.block_size = kv.block_size
         self.max_rows = max_rows
         self.host = host or HostTier()
@@ -67,9 +63,9 @@ class KvManager:
     def allocate(self, tables: Tables, computed: int, num_slots: int) -> list[Copy] | None:
         """Make `num_slots` slots from token `computed` on writable.
 
-        A group with a window gets only the slots that a step can use. Returns the block copies to
-        make before the next step writes anything. Returns None, and changes no state, if there are
-        not enough blocks.
+        A group with a window gets only the slots that a step can use. Returns the block copies
+        to make before the next step writes anything. Returns None, and changes no state, if
+        there are not enough blocks.
         """
         plans: list[tuple[int, Allocation]] = []
         for group, table in enumerate(tables):
@@ -85,9 +81,8 @@ class KvManager:
         ]
 
     def advance(self, tables: Tables, computed: int, num_known: int) -> None:
-        """Release the blocks that no row from token `computed` on sees.
-
-        A group with a window uses the blocks that it gets back for further known tokens.
+        """Release the blocks that no row from token `computed` on sees; windows use them for
+        new tokens.
         """
         for group, pool in self._window_pools:
             pool.advance(tables[group], computed, num_known)
@@ -113,7 +108,6 @@ class KvManager:
             pool.share(table, group_blocks)
 
     def trim(self, tables: Tables, computed: int) -> None:
-        """Release the blocks after the first `computed` slots."""
         for pool, table in zip(self.pools, tables, strict=True):
             pool.trim(table, computed)
 
@@ -128,7 +122,6 @@ class KvManager:
         )
 
     def slot_copies(self, block_copies: Sequence[Copy]) -> list[Copy]:
-        """Return the slot copies that make up some block copies."""
         size = self.block_size
         return [
             Copy(copy.group, copy.source * size + i, copy.target * size + i)
@@ -140,7 +133,6 @@ class KvManager:
 
     @property
     def has_windows(self) -> bool:
-        """Whether a group has a window, so that sequences reuse the blocks that they release."""
         return bool(self._window_pools)
 
     @property
@@ -155,7 +147,7 @@ class KvManager:
         )
 
     def num_slots_after(self, tables: Tables, end: int) -> int:
-        """Return the number of slots from token `end` on, held or available, in every group."""
+        """The number of slots from token `end` on, held or available, in every group."""
         num_blocks = min(
             len(table) + pool.num_available for pool, table in zip(self.pools, tables, strict=True)
         )
@@ -179,10 +171,9 @@ class KvManager:
         hit: Sequence[Sequence[int]],
         running: Sequence[tuple[Tables, Demand]] = (),
     ) -> bool:
-        """Whether new sequences fit next to the running ones, which may still grow.
+        """Whether new sequences fit, with a spare block for each running sequence.
 
-        A spare block is left for each running sequence. `hit` are the cached blocks of each group
-        that the new sequences share.
+        `hit` are the cached blocks of each group that the new sequences share.
         """
         for group, pool in enumerate(self.pools):
             num_promised = sum(
@@ -195,7 +186,6 @@ class KvManager:
         return True
 
     def check(self, tables: Sequence[Tables]) -> None:
-        """Assert that the pools agree with these tables, which must be all tables."""
         for group, pool in enumerate(self.pools):
             pool.check([seq_tables[group] for seq_tables in tables])
         self.host.check()

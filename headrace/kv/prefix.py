@@ -1,13 +1,7 @@
-"""The prefix cache: full blocks of KV, found by the tokens that they hold.
+"""The prefix cache: a radix tree of KV blocks whose edges are whole blocks of token ids.
 
-The cache is a radix tree whose edges are whole blocks of token ids. A root stands for a scope
-within which requests may share KV. A node stands for one block in each KV group; its path spells
-all tokens that the KV of these blocks depends on. Edges are compared token by token, never by a
-hash alone.
-
-A node has a gap in a group whose block was evicted and has no copy in host memory. A hit ends at a
-node if no group has a gap among the blocks that later rows see: the whole path, or the window and
-the attention sinks. docs/internals/kv.md explains eviction and the host tier.
+Edges are compared token by token, never by a hash alone. docs/internals/kv.md explains eviction
+and the host tier.
 """
 
 from array import array
@@ -22,19 +16,19 @@ from headrace.kv.manager import KvManager, Tables
 
 
 class Scope(NamedTuple):
-    """The scope within which requests may share KV. The model is not part of it, because a cache
-    belongs to one model.
-    """
+    """The scope within which requests may share KV of one model."""
 
     salt: str | None = None
-    """Separates tenants: the time to the first token reveals nothing about prompts with another
-    salt.
-    """
+    """Separates tenants: the time to the first token reveals no prompts with another salt."""
     adapter: str | None = None
 
 
 class Node:
-    """The blocks of one stretch of tokens, or a root, which has no blocks."""
+    """The blocks of one stretch of tokens, one in each KV group, or the root of a scope.
+
+    A node has a gap in a group whose block was evicted and has no host copy. A hit needs all
+    blocks that later rows see: the whole path, or the window and the attention sinks.
+    """
 
     __slots__ = ("__weakref__", "blocks", "depth", "host_blocks", "parent")
 
@@ -48,7 +42,7 @@ class Node:
         """Number of blocks on the path."""
 
     def has_kv(self, with_host: bool) -> list[bool]:
-        """Return whether each group has a block or, `with_host`, a host copy of it."""
+        """Whether each group has a block or, `with_host`, a host copy of it."""
         return [
             block != NULL_BLOCK or (with_host and host_block != NULL_BLOCK)
             for block, host_block in zip(self.blocks, self.host_blocks, strict=True)
@@ -56,19 +50,16 @@ class Node:
 
 
 class Hit(NamedTuple):
-    """The part of a sequence that is in the cache."""
-
     node: Node | None
-    """The last node of the hit; None: there is no cache."""
+    """The last node of the hit; None without a cache."""
     blocks: list[list[int]]
-    """Blocks of each group. They are null blocks if only a host copy exists, and outside a window.
+    """Blocks of each group. They are null blocks outside a window, or if only a host copy
+    exists.
     """
     num_tokens: int
 
 
 class PrefixCache:
-    """The radix tree over the blocks of one KV manager."""
-
     def __init__(self, kv: KvManager) -> None:
         self._kv = kv
         self._roots = WeakValueDictionary[Scope, Node]()
@@ -87,9 +78,8 @@ class PrefixCache:
         ]
 
     def match(self, scope: Scope, known: Sequence[int], max_tokens: int) -> Node:
-        """Return the last node of the longest hit within the first `max_tokens` known tokens.
-
-        Without a hit it is the root of the scope.
+        """The last node of the longest hit within `max_tokens` known tokens, or the root of the
+        scope.
         """
         node = self._roots.get(scope)
         if node is None:
@@ -121,10 +111,7 @@ class PrefixCache:
         return hit
 
     def blocks(self, node: Node) -> list[list[int]]:
-        """Return the blocks of each group on the path of a node.
-
-        Blocks that later rows do not see, and blocks with only a host copy, are null blocks.
-        """
+        """The blocks of each group on the path of a node, null as in `Hit.blocks`."""
         path = _path(node)
         group_blocks = []
         for group, pool in enumerate(self._kv.pools):
@@ -176,9 +163,8 @@ class PrefixCache:
     ) -> Node:
         """Insert the full blocks of a sequence below `node`, and return the last node.
 
-        If the tree already has a block of the same tokens, that block replaces the block of the
-        sequence, whose memory becomes free. Without `replace` the sequence keeps its block, because
-        a launched step uses it.
+        A block of the same tokens in the tree replaces the block of the sequence. Without
+        `replace` the sequence keeps its block, because a launched step uses it.
         """
         block_size = self._kv.block_size
         while (node.depth + 1) * block_size <= computed:
@@ -193,7 +179,6 @@ class PrefixCache:
         return node
 
     def _merge(self, node: Node, group: int, table: Table, index: int, replace: bool) -> None:
-        """Make a node and a table share one block, preferably the node's."""
         table_block, node_block = table[index], node.blocks[group]
         if table_block in (node_block, NULL_BLOCK):
             return
@@ -203,7 +188,6 @@ class PrefixCache:
             self._kv.pools[group].replace(table, index, node_block)
 
     def _set_block(self, node: Node, group: int, block: int) -> None:
-        """Give a node a block, which a sequence holds now."""
         node.blocks[group] = block
         self._nodes[group][block] = node
         self._kv.pools[group].cache(block, self._on_evict[group])
@@ -224,16 +208,14 @@ class PrefixCache:
             self._host_nodes[group][host_block] = node
 
     def _dropped(self, group: int, host_block: int) -> None:
-        """Forget a host copy that was dropped."""
         node = self._host_nodes[group].pop(host_block)
         node.host_blocks[group] = NULL_BLOCK
         if node.blocks[group] == NULL_BLOCK:
             self._prune(node, group)
 
     def _prune(self, node: Node, group: int) -> None:
-        """Free the other blocks of a node if its gap is in a group without a window.
-
-        No hit gets past such a gap, so these blocks are useless.
+        """Free the other blocks of a node whose gap no hit can pass, in a group without a
+        window.
         """
         pools = self._kv.pools
         if pools[group].window_blocks != inf:
@@ -259,5 +241,5 @@ def _path(node: Node) -> list[Node]:
 
 
 def _edge(known: Sequence[int], start: int, block_size: int) -> bytes:
-    """Return the token ids of a block as bytes, which are small and fast to compare."""
+    """The token ids of a block as bytes, which are small and fast to compare."""
     return array("i", known[start : start + block_size]).tobytes()

@@ -16,9 +16,8 @@ from headrace.kv.manager import Copy, KvManager, Tables
 def kv_rows(
     tables: Sequence[Tables], written: Sequence[range], block_size: int
 ) -> tuple[KvRows, ...]:
-    """Return the slots and the block table of each KV group.
-
-    `written` are the positions that each sequence writes.
+    """The slots and the block table of each KV group. `written`: positions that each sequence
+    writes.
     """
     return tuple(
         KvRows(slots_of(group_tables, written, block_size), block_table(group_tables))
@@ -27,7 +26,7 @@ def kv_rows(
 
 
 def slots_of(tables: Sequence[Table], written: Sequence[range], block_size: int) -> Ints:
-    """Return the slots of the written positions of each sequence, [rows]."""
+    """The slots of the written positions of each sequence, [rows]."""
     slots: list[int] = []
     for table, indices in zip(tables, written, strict=True):
         slots += [table[index // block_size] * block_size + index % block_size for index in indices]
@@ -35,7 +34,7 @@ def slots_of(tables: Sequence[Table], written: Sequence[range], block_size: int)
 
 
 def block_table(tables: Sequence[Table]) -> Ints:
-    """Return the tables as rows of an array padded with zeros, [sequences, max_blocks]."""
+    """The tables as an array padded with zeros, [sequences, max_blocks]."""
     width = max(map(len, tables))
     rows = [
         (_without_nulls(table) if table.num_released else table)
@@ -47,10 +46,8 @@ def block_table(tables: Sequence[Table]) -> Ints:
 
 
 def _without_nulls(table: Table) -> "array[int]":
-    """Return a table whose null blocks have a valid number.
-
-    No row reads them. The number is a block of the same sequence, so that a wrong read could
-    not reach the KV of another sequence.
+    """Replace null blocks, which no row reads, by a block of the same sequence: a wrong read
+    must not reach the KV of another sequence.
     """
     return (
         table[: table.num_sink_blocks]
@@ -60,17 +57,13 @@ def _without_nulls(table: Table) -> "array[int]":
 
 
 class TokenRun(NamedTuple):
-    """Some tokens to compute after the tokens of a sequence that have KV."""
-
     tokens: list[int]  # at least one
     computed: int
     tables: Tables  # with slots for the tokens
 
 
 def batch_of_runs(runs: Sequence[TokenRun], block_size: int, *, logits: bool) -> RaggedBatch:
-    """Return a batch of token runs without drafts; with `logits`, the last row of each has
-    logits.
-    """
+    """A batch of token runs without drafts; with `logits`, the last row of each has logits."""
     ends = list(accumulate(len(run.tokens) for run in runs))
     return RaggedBatch(
         tokens=ints([token for run in runs for token in run.tokens]),

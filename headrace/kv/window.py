@@ -1,13 +1,4 @@
-"""The block pool of layers with an attention window.
-
-A sequence releases the blocks that no later row sees, and continues in the blocks that it gets
-back. The attention sinks at the start of the sequence are seen by all rows, so they stay.
-
-Each table pays for all its blocks, also for shared ones. So a sequence may always take one new
-block for each block it releases, whichever sequences share them, and a prompt that is computed in
-chunks never needs more blocks than at its admission. The price: blocks shared before the window
-count once for each sequence, although they take memory only once.
-"""
+"""The block pool of layers with an attention window."""
 
 from collections.abc import Iterable
 
@@ -15,13 +6,18 @@ from headrace.kv.blocks import NULL_BLOCK, BlockPool, Demand, Table
 
 
 class WindowPool(BlockPool):
-    """The blocks of layers whose rows see `window` positions and the first `num_sink_tokens`."""
+    """The blocks of layers whose rows see `window` positions and the first `num_sink_tokens`.
+
+    A sequence continues in the blocks that no later row sees. Each table pays for all its
+    blocks, also for shared ones, so it may always take a new block for a released one, and a
+    prompt in chunks never needs more than at its admission.
+    """
 
     def __init__(
         self, num_blocks: int, block_size: int, window: int, max_rows: int, num_sink_tokens: int = 0
     ) -> None:
-        """`window` includes the row's own position. `max_rows` limits the rows of a sequence in a
-        step.
+        """`window` includes the row's own position. `max_rows` limits the rows of a sequence in
+        a step.
         """
         super().__init__(num_blocks, block_size)
         self.num_sink_blocks = self.blocks_for(num_sink_tokens)
@@ -33,7 +29,7 @@ class WindowPool(BlockPool):
 
     @property
     def num_available(self) -> int:
-        """Number of blocks that no table pays for. Negative if forks hold more than there is."""
+        """Number of blocks that no table pays for; negative if forks hold too many."""
         return self.num_blocks - self._num_references
 
     def max_blocks(self, demand: Demand) -> int:
@@ -50,10 +46,10 @@ class WindowPool(BlockPool):
         return max(0, computed + 1 - self._window) // self.block_size
 
     def advance(self, table: Table, computed: int, num_known: int) -> None:
-        """Release the blocks that no row from token `computed` on sees.
+        """Release the blocks that no row from token `computed` on sees, and take a new block
+        for each.
 
-        Takes one new block for each released block, for the known tokens after the end of the
-        table, or fewer if forks hold too many.
+        If forks hold too many, it takes fewer.
         """
         num_before = table.num_released
         first = self.num_sink_blocks + num_before
@@ -65,7 +61,6 @@ class WindowPool(BlockPool):
         self._extend(table, min(len(table) + num_new, self.blocks_for(num_known)))
 
     def _max_span(self, num_rows: int) -> int:
-        """Return the max blocks that `num_rows` rows and their windows can touch."""
         return (self._window + num_rows + self.block_size - 3) // self.block_size + 1
 
     def _table_length(self, computed: int, num_slots: int) -> int:

@@ -1,8 +1,7 @@
 """Adaptive speculation: run the draft nodes that give the most tokens per second, often none.
 
-A proposer is called in every step while its drafts pay. When a draft does not pay, the next call is
-a *probe* at a later time: probes take a small share of the time, and the share halves with each
-failed probe. While no probe is due, speculation pauses and steps cost no more than without it.
+When the drafts of a proposer do not pay, its next call is a *probe*. Probes take a small share
+of the time, which halves with each failure.
 """
 
 from collections.abc import Mapping
@@ -19,18 +18,14 @@ from headrace.speculation.step_cost import StepCost
 _MAX_PROBE_SHARE, _MIN_PROBE_SHARE = 0.05, 0.0025
 """Share of a sequence's time for probes of one proposer, at first and at last."""
 _MAX_PAUSE = 0.1
-"""Longest pause in seconds: a new sequence may arrive at any time."""
+"""Seconds: a new sequence may arrive at any time."""
 _CHEAP_FIRST_CALL = 0.01
-"""Every new sequence gets a first call if that takes up to this much per known token. The unit is
-the time of plain decoding for one token.
-"""
+"""Max price per known token of a first call for a new sequence, in plain tokens."""
 _PROBE_STEPS = 6
-"""Steps in a row of a probe, for a proposer that learns from its rows. The rows of a probe run even
-if they are not expected to pay.
-"""
+"""Steps in a row of a probe, for a proposer that learns only from rows that run."""
 _PROBE_NODES = 4
 _MIN_PLAIN_STEPS = 2
-"""Plain steps of about the same number of rows to measure before the first draft."""
+"""Plain steps to measure before the first draft."""
 _PLAIN_EVERY = 32
 """Steps with drafts before one plain step, which measures the present cost of plain steps."""
 
@@ -40,11 +35,11 @@ class _SequenceState:
     acceptance: AcceptanceRates
     is_new: bool = True
     gain: float = 0.0
-    """Tokens that the last draft gains, less the price of its rows; 0 if it gains nothing."""
+    """Tokens that the last draft gains, less the price of its rows."""
     num_failed: int = 0
     probe_share: float = _MAX_PROBE_SHARE
     next_probe: float = 0.0
-    """Time of the next probe, in seconds of steps as `AdaptivePolicy._now`."""
+    """Seconds of steps, as `AdaptivePolicy._now`."""
 
 
 @dataclass
@@ -53,7 +48,6 @@ class _ProposerState:
     acceptance: AcceptanceRates
     price: CallPrice = field(default_factory=CallPrice)
     last: _SequenceState | None = None
-    """State of the sequence whose draft was evaluated last."""
     seqs: WeakKeyDictionary[SequenceView, _SequenceState] = field(default_factory=WeakKeyDictionary)
 
     @property
@@ -72,12 +66,12 @@ class AdaptivePolicy:
         self._now = 0.0
         self._prices = RowPrices(StepCost(), 1, 1)
         self._is_plain = True
-        """Whether this step has no drafts, to measure the cost of plain steps."""
+        """Whether this step has no drafts, to measure plain steps."""
         self._num_drafting = 0
         self._pause_end = 0.0
-        """End of the pause after this step, as `_now`, if no call is due earlier."""
+        """End of the pause after this step, as `_now`."""
         self._next_calls: dict[tuple[str, tuple[int, int]], float] = {}
-        """Times of the next calls, as `_now`, by proposer and `seq_id` of this step."""
+        """Times as `_now`, by proposer and `seq_id` of this step."""
 
     @property
     def pause_seconds(self) -> float:
@@ -112,9 +106,7 @@ class AdaptivePolicy:
         return pays or next_probe <= self._now
 
     def max_nodes(self, name: str, seq: SequenceView, limit: int) -> int:
-        """Number of nodes to request: below `limit` if depth takes the proposer time and deeper
-        nodes are not expected to pay.
-        """
+        """Number of nodes to request: below `limit` if deeper nodes take time and do not pay."""
         proposer, prices = self._proposers[name], self._prices
         max_width, num_sampling = proposer.traits.width, prices.num_sampling
         if not max_width:
@@ -160,9 +152,7 @@ class AdaptivePolicy:
         return second if self._gain(second) > self._gain(first) else first
 
     def choose_nodes(self, candidates: Mapping[Key, DraftCandidate]) -> dict[Key, list[int]]:
-        """The nodes of all candidates, likeliest first, up to the number that gives the most tokens
-        per second.
-        """
+        """Choose the likeliest nodes of all candidates, for the most tokens per second."""
         bundles: list[tuple[float, Key, list[int]]] = []  # mean value of the nodes, key, nodes
         for key, candidate in candidates.items():
             if candidate.draft.indivisible:
@@ -210,7 +200,6 @@ class AdaptivePolicy:
     def _add_probe(
         self, candidates: Mapping[Key, DraftCandidate], chosen: dict[Key, list[int]]
     ) -> None:
-        """Run a few nodes of one more draft, if a proposer learns only from the rows that run."""
         for key, candidate in candidates.items():
             if key not in chosen and self._proposers[candidate.method].traits.learns_from_rows:
                 num_nodes = len(candidate.values)
@@ -226,7 +215,6 @@ class AdaptivePolicy:
         return self._prices.gain(candidate.values, indivisible=candidate.draft.indivisible)
 
     def _probe_delay(self, proposer: _ProposerState, share: float) -> float:
-        """Seconds until the next probe, so that probes take this share of a sequence's time."""
         seconds = proposer.price.by_sequence
         if proposer.traits.learns_from_rows:
             rows = self._prices.price(_PROBE_NODES) * self._prices.token_seconds
@@ -236,8 +224,8 @@ class AdaptivePolicy:
     def _state(self, name: str, seq: SequenceView) -> _SequenceState:
         """State of a proposer on a sequence.
 
-        If a first call is expensive, a new sequence waits for its first call as long as the last
-        sequence waits for its next probe.
+        If a first call is expensive, a new sequence waits for it as long as the last sequence
+        waits for its next probe.
         """
         proposer = self._proposers[name]
         state = proposer.seqs.get(seq)

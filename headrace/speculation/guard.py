@@ -1,5 +1,3 @@
-"""The guard around a proposer: a failed call gives no draft and is counted."""
-
 import operator
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -18,11 +16,9 @@ MAX_CONFIDENCE = 7
 class Guard:
     """Calls a proposer. A call that raises, or returns no valid draft trees, gives no draft.
 
-    The proposer runs in its own thread unless its traits choose the engine's thread. Python cannot
-    stop a thread, so a call that exceeds the time limit is abandoned and the proposer is retired.
-    Only this step waits: the abandoned call may still read the engine's state but never changes it.
-    A call in the engine's thread always runs to its end; the proposer is retired after it if it
-    exceeded the limit. `clock` returns seconds.
+    Python cannot stop a thread, so a call beyond the time limit is abandoned, and the proposer
+    is retired. The call may still read the engine's state but never changes it. A proposer
+    whose traits choose the engine's thread is retired after its call. `clock` returns seconds.
     """
 
     def __init__(
@@ -31,14 +27,16 @@ class Guard:
         self.traits = proposer.traits
         self.failures = 0
         self.retired = False
-        """Whether a call took too long; the proposer is not called again."""
+        """Whether a call took too long."""
         self._proposer = proposer
         self._vocab_size = vocab_size
         self._clock = clock
         self._worker = None if self.traits.in_engine_thread else _Worker(self.traits.time_limit)
 
     def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
-        """A valid draft for each sequence; the proposer sees only sequences with a budget."""
+        """Return a valid draft for each sequence; the proposer sees only sequences with a
+        budget.
+        """
         drafts = [NO_DRAFT] * len(seqs)
         indices = [i for i, budget in enumerate(budgets) if budget > 0]
         if not indices:
@@ -64,9 +62,8 @@ class Guard:
         del self._proposer
 
     def _call(self, function: Callable[[], Any], *, returns: bool = True) -> Any:
-        """Return the value of a call, or None if it fails or the proposer is retired.
-
-        With `returns`, a value of None counts as a failure.
+        """Return the value of a call, or None if it fails. With `returns`, None counts as a
+        failure.
         """
         if self.retired:
             return None
@@ -125,9 +122,8 @@ class _Outcome(NamedTuple):
 
 
 class _Worker:
-    """A thread for calls that may take up to `time_limit` seconds.
-
-    It ends when this object is collected.
+    """A thread for calls of up to `time_limit` seconds, which ends when this object is
+    collected.
     """
 
     def __init__(self, time_limit: float | None) -> None:
@@ -137,10 +133,9 @@ class _Worker:
         self._thread: Thread | None = None
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Call a function in the thread; returns its value or raises its error.
+        """Call a function in the thread. Raises its error, or _TimeLimitError.
 
-        Raises _TimeLimitError. After that there must be no other call, because the outcome of this
-        one may still arrive.
+        After _TimeLimitError there must be no other call: the old outcome may still arrive.
         """
         if self._thread is None:
             thread = Thread(

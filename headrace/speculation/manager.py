@@ -1,7 +1,7 @@
-"""Speculation in the step loop: plan drafts, call the proposers, choose the nodes to run, learn.
+"""Speculation in the step loop: plan drafts, call the proposers, choose the nodes to run,
+learn.
 
-The step loop calls `plan`, reserves slots for the drafts, then calls `draft`, runs the step, and
-calls `observe`. A policy (`policy.py`) makes the decisions by speed; this module carries them out.
+A policy (`policy.py`) makes the decisions by speed; this module carries them out.
 """
 
 from collections import defaultdict
@@ -57,13 +57,13 @@ class StepDrafts(Generic[Item]):
     """The drafts of one step, and the measurements that follow from them."""
 
     calls: dict[str, dict[Item, int]] = field(default_factory=dict)
-    """Max nodes for each sequence that a proposer is called for, by name of the proposer."""
+    """Max nodes for each sequence, by name of the proposer."""
     call_seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds that the call to each proposer and the evaluation of its drafts took."""
+    """Seconds of each proposer's call and of the evaluation of its drafts."""
     candidates: dict[Item, list[DraftCandidate]] = field(default_factory=dict)
-    """All drafts that were proposed for each sequence, whether or not they run."""
+    """All drafts of each sequence, whether or not they run."""
     methods: dict[Item, str] = field(default_factory=dict)
-    """Name of the proposer whose draft runs, for each sequence with a draft."""
+    """Name of the proposer whose draft runs."""
 
 
 class SpeculationManager:
@@ -90,8 +90,8 @@ class SpeculationManager:
             AdaptivePolicy(traits) if config.adaptive_speculation else FixedPolicy()
         )
         self._costs: defaultdict[int, StepCost] = defaultdict(StepCost)
-        """Step costs by the bit length of the number of sequences: the same number of rows takes
-        longer if the rows attend to more contexts.
+        """By bit length of the number of sequences: rows that attend to more contexts take
+        longer.
         """
         self._clock = clock
         self._last_record = 0.0
@@ -115,10 +115,10 @@ class SpeculationManager:
             guard.close()
 
     def plan(self, scheduled: list[Item]) -> tuple[StepDrafts[Item] | None, dict[Item, int]]:
-        """Choose the proposers to call for each sequence.
+        """Choose the proposers to call.
 
-        Returns the record of the step's drafts, which is None while speculation is paused, and the
-        number of nodes to reserve slots for, by sequence.
+        Returns the drafts, None while speculation is paused, and the number of nodes to reserve
+        slots for, by sequence.
         """
         if self.is_paused:
             return None, {}
@@ -186,10 +186,10 @@ class SpeculationManager:
         seconds: float,
         num_launches: int,
     ) -> None:
-        """Learn from a finished step, and let the proposers observe it.
+        """Learn from a finished step of `num_launches` launches, and let the proposers observe
+        it.
 
-        The step took `seconds` for `num_launches` launches of `num_rows` rows each. `result` is the
-        result of the last launch.
+        `seconds` is the time of all launches, `result` the result of the last.
         """
         if not self._guards:
             return
@@ -259,11 +259,7 @@ class SpeculationManager:
     def _count_savings(
         self, scheduled: Sequence[Item], commits: list[Commit], drafts: StepDrafts[Item]
     ) -> None:
-        """Update the statistics of drafts.
-
-        The estimated savings are the time of plain decoding for the accepted tokens, less the time
-        of the draft rows and of the calls to the proposer.
-        """
+        """Update the statistics of drafts, such as the seconds that they saved."""
         if not drafts.methods:
             return
         cost = self._cost(scheduled)
@@ -292,10 +288,7 @@ class SpeculationManager:
 
 
 def _permitted(seq: SequenceView, draft: DraftTree) -> DraftTree:
-    """A draft without the nodes that the sequence's constraint forbids.
-
-    An indivisible draft with a forbidden node is dropped.
-    """
+    """Remove the nodes that the constraint forbids, or an indivisible draft with such a node."""
     if seq.constraint is None or not draft.tokens:
         return draft
     kept = seq.constraint.allowed_nodes(draft)

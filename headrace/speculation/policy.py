@@ -1,13 +1,8 @@
 """The policy of speculation: which proposers to call, and how many draft nodes to run.
 
-The manager (`manager.py`) calls a policy in this order in each step:
-
-1. Before slots are reserved for drafts: `begin_step`, then `should_call` and `max_nodes` for each
-   proposer and sequence.
-2. After each proposer has returned its drafts: `evaluate` and `better`. Then `should_call` decides
-   whether the next proposer is still worth a call, given the best draft so far as its rival.
-3. After all proposers have returned: `choose_nodes`.
-4. After the step: `record_step`, `record_acceptance` and `record_call`.
+The manager calls a policy in this order: `begin_step`, `should_call`, `max_nodes`, then
+`evaluate`, `better` and `should_call` after each proposer, then `choose_nodes`, then the
+`record` methods after the step.
 """
 
 from collections.abc import Mapping
@@ -34,9 +29,9 @@ class DraftPolicy(Protocol):
         """Seconds of plain decoding until proposers may be called again; 0: now."""
 
     def begin_step(self, cost: StepCost, num_scheduled: int, num_sampling: int) -> None:
-        """Begin a step that may have drafts.
+        """Begin a step of `num_scheduled` rows without drafts, in which `num_sampling`
+        sequences sample.
 
-        The step has `num_scheduled` rows without drafts, and `num_sampling` sequences sample.
         `cost` estimates the seconds of steps with about as many sequences.
         """
 
@@ -51,10 +46,12 @@ class DraftPolicy(Protocol):
         """Make a candidate of a draft that a proposer has returned, even if it has no nodes."""
 
     def better(self, first: DraftCandidate, second: DraftCandidate) -> DraftCandidate:
-        """The better candidate for a sequence; the first of equals."""
+        """Return the better candidate for a sequence; the first of equals."""
 
     def choose_nodes(self, candidates: Mapping[Key, DraftCandidate]) -> dict[Key, list[int]]:
-        """The nodes to run of each candidate, ascending. The parent of a chosen node is chosen."""
+        """Return the nodes to run of each candidate, ascending. Parents of chosen nodes are
+        chosen.
+        """
 
     def record_step(self, seconds: float) -> None: ...
 
@@ -66,7 +63,7 @@ class DraftPolicy(Protocol):
     def record_call(self, name: str, nodes: Mapping[SequenceView, int], seconds: float) -> None:
         """Record the seconds that a proposer took to propose and to observe the step.
 
-        `nodes` has the number of nodes that were requested for each sequence.
+        `nodes` is the number of requested nodes by sequence.
         """
 
 

@@ -1,16 +1,15 @@
-"""Prices that adaptive speculation compares: calls to a proposer, and draft rows in a step."""
+"""Prices of calls to a proposer and of draft rows, for adaptive speculation."""
 
 from headrace.speculation.step_cost import StepCost
 
 _ROW_MARGIN, _SHARED_ROW_MARGIN, _STEP_MARGIN = 1.25, 1.5, 0.05
 """Margins for errors of the estimates.
 
-Draft rows count with a multiple of their estimated time, and a step with drafts counts with a
-constant more, in tokens. The shared margin applies if several sequences draw: a draft speeds up
-only one of them and delays all.
+The row margins are factors; the step margin is a constant, in tokens. The shared margin applies
+if several sequences draw: a draft speeds up only one and delays all.
 """
 _PRICE_RATE, _MAX_PRICE_RISE = 0.1, 4
-"""Weight of the newest call in the moving averages, and the largest multiple of the average that
+"""Weight of the newest call in the averages, and the largest multiple of an average that
 counts. A longer call was interrupted by another process.
 """
 
@@ -37,13 +36,11 @@ class CallPrice:
 
 
 class RowPrices:
-    """Prices of draft rows in one step. The unit is the time that plain decoding takes a token."""
+    """Prices of draft rows in one step, in units of plain decoding's time for a token."""
 
     def __init__(self, cost: StepCost, num_scheduled: int, num_sampling: int) -> None:
         self.num_sampling = num_sampling
-        """Sequences that sample a token in the step."""
         self.token_seconds = cost.seconds(num_sampling) / num_sampling
-        """Seconds of plain decoding for one token."""
         self._cost = cost
         self._num_scheduled = num_scheduled
         self._margin = _ROW_MARGIN if num_sampling == 1 else _SHARED_ROW_MARGIN
@@ -58,7 +55,7 @@ class RowPrices:
         return prices[num_rows]
 
     def gain(self, values: list[float], *, indivisible: bool) -> float:
-        """Largest number of tokens that a draft gains, less the price of its rows; 0 if none.
+        """Max tokens that a draft gains, less the price of its rows.
 
         `values` are the probabilities of its nodes. An indivisible draft runs all of them.
         """

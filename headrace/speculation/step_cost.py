@@ -7,43 +7,35 @@ _KNOTS_PER_DOUBLING = 2
 _LAST_KNOT = 12 * _KNOTS_PER_DOUBLING
 """The last knot, at 4096 rows; larger steps count as 4096 rows."""
 _DEFAULT_ROW_TIME = 0.1
-"""Time of a row relative to the fixed part of a step, before anything is measured."""
+"""Time of a row relative to the fixed part of a step, before any measurement."""
 _MAX_ERROR = 0.5
-"""Largest error of one step that counts, as a logarithm: if it is larger, another process had the
-machine.
-"""
+"""Logarithm; a step with a larger error shared the machine with another process."""
 _MAX_FIRST_ERROR = 2.0
-"""Largest error that counts at a knot without a measurement, as a logarithm."""
+"""Logarithm, at a knot without a measurement."""
 _SCALE_RATE = 0.2
 """Share of an error that moves the scale, at knots with many measurements."""
 _MAX_SCALE_CHANGE = 0.02
 _MIN_SHAPE_RATE = 0.02
 _FIRST_VISIT = 1.5
-"""An error moves a knot by the share 1 / (visits + _FIRST_VISIT), as in a mean, and at least by
-_MIN_SHAPE_RATE.
-"""
+"""An error moves a knot by 1 / (visits + _FIRST_VISIT), at least by _MIN_SHAPE_RATE."""
 
 
 class StepCost:
     """An estimate of the seconds of a step: scale x shape(rows).
 
-    The scale is the present speed of the machine, which other processes share. It follows
-    measurements quickly. The shape is the relative cost of numbers of rows. It follows slowly,
-    except at knots with few measurements.
-
-    The shape is a curve through knots at powers of sqrt(2) rows, piecewise linear in logarithms. It
-    never falls: more rows do not cost less. Scale and shape can be separated only if steps of
-    different sizes alternate, so the policy runs plain steps now and then.
+    The scale is the present speed of the machine and follows quickly. The shape is the relative
+    cost of numbers of rows and follows slowly. It is a curve through knots at powers of sqrt(2)
+    rows, piecewise linear in logarithms, and never falls. To separate both, the policy runs
+    plain steps now and then.
     """
 
     def __init__(self) -> None:
         self._scale: float | None = None
-        """Logarithm of the scale; None before the first measurement."""
+        """Logarithm; None before the first measurement."""
         self._shape: dict[int, float] = {}
         self._measured: list[int] = []
         self._visits = [0.0] * (_LAST_KNOT + 1)
-        """Number of measured steps at each knot; a step between two knots counts in part for both.
-        """
+        """Measured steps by knot; a step between two knots counts in part for both."""
 
     def visits(self, rows: int) -> float:
         place = _place(rows)
@@ -51,9 +43,8 @@ class StepCost:
         return self._visits[knot] + (self._visits[knot + 1] if place > knot else 0.0)
 
     def seconds(self, rows: int) -> float:
-        """Estimated seconds of a step without the calls to proposers.
-
-        It is 0 before the first measurement.
+        """Estimated seconds of a step without the calls to proposers; 0 before the first
+        measurement.
         """
         if self._scale is None or not rows:
             return 0.0
@@ -98,9 +89,8 @@ class StepCost:
             shape[other] = height
 
     def _shape_at(self, place: float) -> float:
-        """Logarithm of the shape at a place.
-
-        Outside the measured knots the curve runs parallel to the default curve.
+        """Logarithm of the shape; outside the measured knots it runs parallel to the default
+        curve.
         """
         measured, shape = self._measured, self._shape
         index = bisect_left(measured, place)
@@ -116,7 +106,6 @@ class StepCost:
 
 
 def _place(rows: int) -> float:
-    """The place of a number of rows on the scale of knots; a fraction between two knots."""
     return min(_KNOTS_PER_DOUBLING * log2(rows), _LAST_KNOT)
 
 

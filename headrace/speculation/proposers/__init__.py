@@ -111,16 +111,14 @@ REQUIRED_OPTION = {
     "self_draft": "draft_layers",
     "medusa": "medusa_heads",
 }
-"""The option that a method requires and that only this method uses."""
+"""The option that only this method uses."""
 _ALWAYS_ENABLED = ("ngram", "online")
-"""Methods that `auto` always has: their calls take microseconds."""
 _WITH_PROBABILITIES = ("draft_model", "self_draft")
 
 
 def enabled_methods(config: EngineConfig) -> tuple[str, ...]:
-    """The methods that a configuration enables.
-
-    Raises RequestError for a proposer that is not in PROPOSERS.
+    """Return the methods that a configuration enables. Raises RequestError for an unknown
+    proposer.
     """
     name = config.proposer
     if name not in PROPOSERS:
@@ -136,10 +134,9 @@ def enabled_methods(config: EngineConfig) -> tuple[str, ...]:
 def make_proposers(
     config: EngineConfig, draft_models: DraftModels = NO_DRAFT_MODELS
 ) -> dict[str, Proposer]:
-    """Make the proposers that a configuration enables, by name.
+    """Make the enabled proposers, by name.
 
-    Raises RequestError for an unknown proposer, or if `draft_models` lacks a program that one of
-    them needs.
+    Raises RequestError for an unknown proposer, or if `draft_models` lacks a program.
     """
     return {name: METHODS[name](config, draft_models) for name in enabled_methods(config)}
 

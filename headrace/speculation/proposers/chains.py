@@ -18,16 +18,12 @@ from headrace.logit_ops import Expand, Expanded, SamplerState
 from headrace.proposer import SequenceView
 
 TIME_LIMIT = 10.0
-"""Seconds of one call before a drafting model is retired: catching up with a long prompt takes it
-long.
-"""
+"""Seconds of one call before a drafting model is retired; it may catch up with a long prompt."""
 
 
 @dataclass(slots=True, eq=False)
 class Chain:
-    """The draft of a model for one sequence: a chain of samples, each with the next best tokens as
-    siblings.
-    """
+    """A chain of samples for one sequence, each with the next best tokens as siblings."""
 
     run: TokenRun
     seq_index: int
@@ -78,10 +74,7 @@ class Chain:
         )
 
     def grow(self, expanded: Expanded, width: int) -> None:
-        """Add the tokens of the next depth below the end, and move the end to the first of them.
-
-        There are fewer than `width` tokens if the masks allow fewer.
-        """
+        """Add up to `width` allowed tokens below the end, and move the end to the first."""
         node = len(self.tokens)
         # Missing siblings reduce the budget, so that the chain does not become deeper instead.
         self.budget -= min(width, self.num_left) - len(expanded.tokens)
@@ -103,10 +96,7 @@ class Chain:
 def chain(
     seq: SequenceView, computed: int, tables: Tables, budget: int, *, probabilities: bool
 ) -> Chain:
-    """An empty chain below a sequence.
-
-    The drafting model has KV for the first `computed` tokens, in `tables`.
-    """
+    """An empty chain. The drafting model has KV for the first `computed` tokens, in `tables`."""
     index = seq.seq_id[1]
     return Chain(
         run=TokenRun(seq.known[computed:], computed, tables),

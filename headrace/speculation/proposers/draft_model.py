@@ -1,12 +1,8 @@
-"""A smaller model drafts for a larger one.
+"""A smaller model drafts for a larger one (Leviathan et al. 2023; Chen et al. 2023).
 
-The draft model samples with the noise that the target will use at the same position. So both often
-sample the same token if their distributions are near: the Gumbel coupling, which needs no
-probabilities.
-
-The draft model has its own KV for each sequence. In each step it is rewound to the tokens that the
-sequence still has, and catches up with the new ones. So preemption, forks and prefix hits of the
-target need no code here. (Leviathan et al. 2023; Chen et al. 2023)
+The draft model samples with the target's noise of the same position (Gumbel coupling). It has
+its own KV, which each step rewinds to the sequence's tokens, so preemption, forks and prefix
+hits need no code here.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +19,7 @@ from headrace.proposer import ProposerTraits, SequenceView
 from headrace.speculation.proposers.chains import TIME_LIMIT, Chain, chain, grow
 
 _CATCH_UP_ROWS = 512
-"""Max known tokens computed in one step: catching up with a long prompt takes several steps."""
+"""Max known tokens computed in one step."""
 
 
 def max_rows(depth: int) -> int:
@@ -43,7 +39,7 @@ class _DraftContext:
     def rewind(self, known: list[int], kv: KvManager) -> None:
         """Drop the tokens that differ from `known`, and its last token, whose row gives logits.
 
-        Drop all tokens if an attention window has freed KV that the next row reads.
+        Drop all if an attention window has freed KV that the next row reads.
         """
         self.agreed += _num_common(self.tokens[self.agreed :], known[self.agreed : -1])
         if not kv.can_rewind(self.tables, self.agreed):
@@ -60,8 +56,6 @@ def _num_common(a: list[int], b: list[int]) -> int:
 
 
 class DraftModelProposer:
-    """Drafts the samples of another model."""
-
     def __init__(
         self,
         executable: Executable,
@@ -127,10 +121,8 @@ class DraftModelProposer:
         pass
 
     def _new_context(self, seq: SequenceView, new_requests: set[int]) -> _DraftContext | None:
-        """A context that shares the KV of another sequence of the same request.
-
-        Returns None if the first context of the request is new in this step: in the next step it
-        has KV to share.
+        """A context that shares the KV of another sequence of the same request; None if it has
+        none yet.
         """
         request = seq.seq_id[0]
         if request in new_requests:
@@ -149,9 +141,8 @@ class DraftModelProposer:
         return context
 
     def _reserve(self, context: _DraftContext, length: int, busy: list[SequenceView]) -> bool:
-        """Reserve slots after the computed tokens; returns whether there are enough.
-
-        If blocks are short, contexts of sequences that do not draft now lose their KV.
+        """Reserve slots, if necessary of sequences that do not draft now; returns whether there
+        are enough.
         """
         while (copies := self.kv.allocate(context.tables, context.agreed, length)) is None:
             unused = next(

@@ -1,8 +1,5 @@
-"""Jacobi decoding: the draft is the model's likeliest tokens in the rows of the last draft.
-
-All rows of a chain are computed at once, each from the draft token before it. Their likeliest
-tokens are the chain of the next step. From left to right they converge to the tokens of plain
-decoding. (Santilli et al. 2023)
+"""Jacobi decoding: the draft is the likeliest tokens of the last draft's rows (Santilli et al.
+2023).
 """
 
 from weakref import WeakKeyDictionary

@@ -1,12 +1,8 @@
-"""Lookahead decoding: a window of Jacobi iterations collects n-grams, which become drafts.
+"""Lookahead decoding: a window of Jacobi iterations collects n-grams (Fu et al. 2024).
 
-A column of the window is a run of draft tokens, one of each of the last iterations. Together with
-the likeliest token after it, it is an n-gram, which is kept in a pool by its first token. N-grams
-that begin with the last known token become drafts.
-
-The window is a draft tree: its first level is a chain below the last scheduled row, and the rest of
-a column is a chain below the column's node in that level. So window and n-grams share one tree, and
-a node of the window may be accepted too. (Fu et al. 2024)
+A column of the window is a run of draft tokens, one of each of the last iterations. With the
+likeliest token after it, it is an n-gram of the pool. Window and n-grams share one draft tree:
+the window's first level is a chain, and each column hangs below its node in the chain.
 """
 
 from collections import OrderedDict
@@ -18,7 +14,7 @@ from headrace.proposer import ProposerTraits, SequenceView
 from headrace.speculation.proposers.trees import Tree
 
 _LEVELS = 2
-"""Levels of the window: tokens of a column. An n-gram has one token more."""
+"""Tokens of a column. An n-gram has one token more."""
 _MAX_COLUMNS = 5
 _MAX_NGRAMS = 3
 _MAX_FIRST_TOKENS = 2048
@@ -26,8 +22,6 @@ _MAX_FIRST_TOKENS = 2048
 
 
 class LookaheadProposer:
-    """Drafts by Jacobi iteration and with the n-grams of earlier iterations."""
-
     def __init__(self, max_nodes: int) -> None:
         self.traits = ProposerTraits(
             max_nodes,
@@ -63,7 +57,6 @@ class _State:
         self._levels = [self._fill[level::_LEVELS] for level in range(_LEVELS)]  # [levels][columns]
         self._pool: OrderedDict[int, list[tuple[int, ...]]] = OrderedDict()
         self._columns: list[list[int]] = []
-        """Nodes of each column in the last draft."""
 
     def draft(self, known: list[int], budget: int) -> DraftTree:
         """A tree of columns and of n-grams that begin with the last known token."""

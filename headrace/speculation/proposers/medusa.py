@@ -1,8 +1,7 @@
-"""Medusa heads: small extra heads draft from the hidden row that gave the last token.
+"""Medusa heads draft from the hidden row that gave the last token (Cai et al. 2024).
 
-Head i predicts the token i + 2 positions after its row. The last token is known by then, so head i
-gives depth i of the draft tree. The tree is static: the combinations of the heads' likeliest tokens
-that are most probable. (Cai et al. 2024)
+Head i predicts the token i + 2 positions after its row, at depth i of the draft. The tree is
+static: the most probable combinations of the heads' likeliest tokens.
 """
 
 from collections.abc import Sequence
@@ -48,8 +47,6 @@ class _LastRow(NamedTuple):
 
 
 class MedusaProposer:
-    """Drafts with heads that were trained for the model."""
-
     def __init__(self, heads: Sequence[Executable], depth: int, width: int) -> None:
         max_nodes = min(depth, len(heads)) * width
         self.traits = ProposerTraits(
@@ -102,9 +99,8 @@ class MedusaProposer:
 
 
 def _top_tokens(head: Executable, batch: RaggedBatch, count: int) -> list[list[int]]:
-    """The `count` likeliest tokens of a head for each row, best first.
-
-    A row whose logits are not finite has no tokens.
+    """The likeliest tokens of a head for each row, best first; none for logits that are not
+    finite.
     """
     ops = [Score(row, token=0, num_logprobs=count) for row in range(len(batch.tokens))]
     values = head.launch(batch, ops).wait().values
@@ -112,10 +108,7 @@ def _top_tokens(head: Executable, batch: RaggedBatch, count: int) -> list[list[i
 
 
 def static_tree(num_heads: int, num_nodes: int) -> list[tuple[int, ...]]:
-    """The most probable paths of a tree, as the ranks of their tokens from the root down.
-
-    Parents come before children.
-    """
+    """The most probable paths of a tree, parents first, as the ranks of their tokens."""
     tree: list[tuple[int, ...]] = []
     queue: list[tuple[float, tuple[int, ...]]] = [(-_FIRST, (0,))] if num_heads else []
     while queue and len(tree) < num_nodes:

@@ -1,6 +1,5 @@
-"""Prompt lookup: drafts the tokens that followed earlier occurrences of the last few tokens.
-
-The occurrences are in the prompt and the output of the same sequence. (Saxena 2023)
+"""Prompt lookup: drafts the tokens that followed earlier occurrences of the last few (Saxena
+2023).
 """
 
 from array import array
@@ -19,9 +18,8 @@ _MAX_CANDIDATES = 3
 _MAX_MATCH = 16
 """Max tokens of a match; longer matches count as this long."""
 _ACCEPTANCE = (0.5, 0.75, 0.85, 0.95)
-"""Assumed acceptance of matches of 2, 4, 8 and 16 tokens, as `ProposerTraits.acceptance`. It is a
-little below the rates of 96 outputs of the default model for prompts to quote, edit, transform and
-chat (`benchmarks/acceptance.py`: 0.59, 0.82, 0.89, 0.96).
+"""Acceptance of matches of 2, 4, 8 and 16 tokens, a little below the rates of 96 outputs
+(`benchmarks/acceptance.py`: 0.59, 0.82, 0.89, 0.96).
 """
 _MAX_RUNS = 1 << 15
 
@@ -60,10 +58,7 @@ class NgramProposer:
 
 
 class _Index:
-    """The places after each run of tokens of a sequence, by size of the runs.
-
-    A place is the position of the token that follows a run.
-    """
+    """The places after each run of tokens; a place is the position of the token that follows."""
 
     def __init__(self) -> None:
         self._runs = [_Runs(size) for size in _SIZES]
@@ -75,9 +70,8 @@ class _Index:
         self._length = len(known)
 
     def matches(self, known: list[int]) -> list[tuple[int, int]]:
-        """(length, place) of earlier occurrences of the sequence's end.
-
-        The longest is first; of equal lengths, the latest.
+        """(length, place) of earlier occurrences of the sequence's end: longest, then latest
+        first.
         """
         found: dict[int, int] = {}
         for runs in self._runs:
@@ -92,15 +86,11 @@ class _Index:
 
 
 class _Runs:
-    """The places after runs of `size` tokens.
-
-    Each place links to the previous place of the same run, so a long prompt needs no list per run.
-    """
+    """The places after runs of `size` tokens, linked to the previous place of the same run."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._last: dict[bytes, int] = {}
-        """The latest place after each run, in the order in which the runs were first added."""
         self._before = array("i", [-1]) * size
         """The previous place of the same run, by place; -1: none."""
 
@@ -127,17 +117,15 @@ class _Runs:
 
 
 def _key(tokens: list[int]) -> bytes:
-    """A run, or overlapping runs, as bytes.
-
-    Bytes are faster to make and look up than tuples, and the garbage collector ignores them.
+    """A run, or overlapping runs, as bytes: faster than tuples, and ignored by the garbage
+    collector.
     """
     return array("i", tokens).tobytes()
 
 
 def _match_length(known: list[int], place: int, size: int) -> int:
-    """Number of tokens before `place` that equal the last tokens of the sequence.
-
-    At least `size` are known to be equal.
+    """Number of tokens before `place` that equal the last tokens; at least `size` are known to
+    be equal.
     """
     length, max_length = size, min(_MAX_MATCH, place)
     while length < max_length and known[place - length - 1] == known[-length - 1]:

@@ -1,8 +1,7 @@
 """A table of the tokens that followed runs of tokens in the outputs of earlier requests.
 
-It learns while the engine serves. If outputs repeat across requests, it drafts text that the prompt
-does not have. Tokens learned from a request serve only requests of the same scope (cache salt and
-adapter): as with any shared cache, the speed of an output hints at the outputs of others.
+Tokens serve only requests of the same scope (cache salt and adapter): the speed of an output
+hints at the outputs of others.
 """
 
 from collections import deque
@@ -16,19 +15,15 @@ from headrace.speculation.proposers.trees import merge
 
 _SIZES = (8, 4, 2)
 _ACCEPTANCE = (0.5, 0.75, 0.85)
-"""Assumed acceptance after runs of 2, 4 and 8 tokens, as `ProposerTraits.acceptance`: about the
-rates of 96 outputs of the default model, one after another (`benchmarks/acceptance.py`: 0.49, 0.75,
-0.88).
+"""Acceptance after runs of 2, 4 and 8 tokens, from 96 outputs (`benchmarks/acceptance.py`:
+0.49, 0.75, 0.88).
 """
 _MAX_FOLLOWERS = 2
 """Max different tokens kept for each run, the latest first."""
 
 
 class OnlineProposer:
-    """Drafts repetitions of earlier outputs.
-
-    The table has at most `max_runs` runs; the least recently used is dropped first.
-    """
+    """Drafts repetitions of earlier outputs, from at most `max_runs` recently used runs."""
 
     def __init__(self, max_nodes: int, max_runs: int = 1 << 16) -> None:
         self.traits = ProposerTraits(
@@ -72,7 +67,6 @@ class OnlineProposer:
         return merge(chains, budget, confidence=_SIZES[::-1].index(size))
 
     def _continuation(self, scope: Hashable, tokens: list[int], length: int) -> list[int]:
-        """Up to `length` tokens, each the latest follower of the tokens before it."""
         chain: list[int] = []
         while len(chain) < length and (found := self._look_up(scope, tokens)):
             chain.append(found[1][0])
@@ -113,4 +107,4 @@ class _Transcript:
         self.scope = seq.scope
         self.known = seq.known
         self.learned = seq.prompt_len
-        """Number of tokens that are learned or belong to the prompt, which is not learned."""
+        """Number of tokens that are learned or in the prompt."""

@@ -1,8 +1,7 @@
-"""Self-draft: the first layers of the model and its head draft for the entire model.
+"""Self-draft: the first layers of the model and its head draft over its weights and KV.
 
-The short program runs over the weights and the KV of the model, so the KV of the context exists
-already. The KV that it writes for drafts lies in slots that the step writes again. (Zhang et al.
-2024, Draft & Verify; Elhoushi et al. 2024, LayerSkip)
+The KV of drafts lies in slots that the step writes again. (Zhang et al. 2024, Draft & Verify;
+Elhoushi et al. 2024, LayerSkip)
 """
 
 from headrace.backend import Executable
@@ -12,14 +11,10 @@ from headrace.proposer import ProposerTraits, SequenceView
 from headrace.speculation.proposers.chains import TIME_LIMIT, chain, grow
 
 _MAX_UNCOMPUTED = 16
-"""Max known tokens without KV, which are computed twice. At the end of a prompt there are more, and
-computing them twice costs more than a draft gains.
-"""
+"""Max known tokens without KV, which are computed twice. More cost more than a draft gains."""
 
 
 class SelfDraftProposer:
-    """Drafts with the first layers of the target model."""
-
     def __init__(
         self,
         executable: Executable,

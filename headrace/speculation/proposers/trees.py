@@ -1,15 +1,10 @@
-"""Helpers to build and prune draft trees."""
-
 from collections.abc import Iterable
 
 from headrace.batch import DraftTree
 
 
 class Tree:
-    """A draft tree under construction, with at most `budget` nodes.
-
-    The children of a node have different tokens.
-    """
+    """A draft tree under construction. The children of a node have different tokens."""
 
     def __init__(self, budget: int) -> None:
         self.tokens: list[int] = []
@@ -37,10 +32,7 @@ class Tree:
 
 
 def merge(chains: list[list[int]], budget: int, confidence: int = 0) -> DraftTree:
-    """Merge chains into one tree, level by level.
-
-    The more chains agree, the deeper the tree within the same budget.
-    """
+    """Merge chains into one tree, level by level. Chains that agree make it deeper."""
     tree = Tree(budget)
     ends = [-1] * len(chains)
     for depth in range(max(map(len, chains), default=0)):
@@ -56,7 +48,7 @@ def merge(chains: list[list[int]], budget: int, confidence: int = 0) -> DraftTre
 
 
 def prune(draft: DraftTree, kept: list[int]) -> DraftTree:
-    """The tree of the `kept` nodes only; they are ascending and contain their parents."""
+    """The tree of the `kept` nodes, which are ascending and contain their parents."""
     if len(kept) == len(draft.tokens):
         return draft
     place = {node: i for i, node in enumerate(kept)} | {-1: -1}
