@@ -1,3 +1,5 @@
+"""The acceptor of every request without beam search."""
+
 from collections.abc import Sequence
 
 import numpy as np

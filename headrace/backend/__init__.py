@@ -1,7 +1,7 @@
-"""Backends by name, and the protocol of their executables.
+"""Backends by name (`headrace/backend_traits.py`), and the protocol of their executables.
 
 A backend is a module with `lower(program, weights)` and `compile(program, weights, kv, threads,
-activations)`. `headrace/backend_traits.py` lists the backends.
+activations)`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,7 +60,8 @@ class Executable(Protocol):
     ) -> Ticket:
         """Run one forward over the batch, then the ops on its logits.
 
-        `logits` and `hidden` request these rows. A row may take its token from the previous launch.
+        `logits` and `hidden` request these rows. A row may take its token from the previous
+        launch.
         """
 
     def attach(
@@ -75,9 +76,8 @@ class Executable(Protocol):
         """Run one forward, and measure the time of each op."""
 
     def expert_loads(self) -> NDArray[np.int64]:
-        """Rows that went to each expert since compilation, [ops over experts, experts].
-
-        Rows of the array end in zeros if ops have different numbers of experts.
+        """Rows that went to each expert since compilation, [ops over experts, experts], padded
+        with zeros.
         """
 
     def add_adapter(self, adapter: Adapter) -> int:
@@ -99,7 +99,8 @@ class Executable(Protocol):
 def lower_program(backend: str, program: Program, weights: Mapping[str, StoredTensor]) -> Program:
     """The program in the backend's ops, with the bytes of weights in its memory. Reads no weight.
 
-    Raises RequestError for an unknown backend, UnsupportedModelError for a format without a kernel.
+    Raises RequestError for an unknown backend, UnsupportedModelError for a format without a
+    kernel.
     """
     lowered: Program = _module(backend).lower(program, weights)
     return lowered
@@ -120,16 +121,15 @@ def compile_program(
 
 
 def host_block_counts(num_bytes: int, groups: Sequence[tuple[int, int]]) -> list[int]:
-    """Host blocks of each KV group within this memory, in proportion to the blocks on the device.
-
-    `groups`: (number of blocks, bytes of a block).
+    """Host blocks of each KV group, in proportion to `groups`: (number of blocks, bytes of a
+    block).
     """
     total_bytes = sum(num_blocks * block_bytes for num_blocks, block_bytes in groups)
     return [num_bytes * num_blocks // total_bytes for num_blocks, _ in groups]
 
 
 def forward(executable: Executable, batch: RaggedBatch) -> StepResult:
-    """Run one forward and return its logits and hidden rows, valid until the next launch."""
+    """Run one forward; its logits and hidden rows are valid until the next launch."""
     return executable.launch(batch, logits=True, hidden=True).wait()
 
 

@@ -1,3 +1,5 @@
+"""The record of a launched step."""
+
 from dataclasses import dataclass, field
 
 from headrace.acceptors import Acceptor

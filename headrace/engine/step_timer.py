@@ -1,3 +1,5 @@
+"""Step times, which hold back admissions."""
+
 from collections import deque
 
 WINDOW = 5

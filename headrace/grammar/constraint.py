@@ -23,9 +23,8 @@ class Rules:
     """Allowed tokens that end an output whose text completes its grammar."""
     end_ids: frozenset[int]
     min_tokens: int
-    """Minimum output tokens before a token of `ends`."""
     bad_words: list[tuple[int, ...]] = field(default_factory=list)
-    """Forbidden runs of two or more tokens. A shorter bad word is missing in `allowed`."""
+    """Forbidden runs of two or more tokens."""
 
     @cached_property
     def num_recent(self) -> int:
@@ -35,8 +34,7 @@ class Rules:
 class OutputConstraint:
     """A `Constraint` on an output of `length` tokens whose last tokens are `recent`.
 
-    It caches the constraints after it, so an accepted draft uses the masks that were computed for
-    its verification.
+    It caches the constraints after it, which an accepted draft uses again.
     """
 
     def __init__(
@@ -129,8 +127,8 @@ class OutputConstraint:
         return np.stack([self.mask, *((after or self).mask for after, _ in self._walk(draft))])
 
     def _walk(self, draft: DraftTree) -> Iterator[tuple["OutputConstraint | None", bool]]:
-        """For each node, the constraint after it, or None if the output ends, and whether the node
-        is allowed.
+        """For each node, the constraint after it, None at an end, and whether the node is
+        allowed.
         """
         after: list[OutputConstraint | None] = []
         for token, parent in zip(draft.tokens, draft.parents, strict=True):
@@ -153,8 +151,8 @@ class Constraints:
     def make(self, params: SamplingParams, end_ids: frozenset[int]) -> OutputConstraint | None:
         """The constraint at the beginning of a request's outputs; None if any token may follow.
 
-        Raises RequestError, which names the field, for a grammar that cannot be compiled, or if no
-        first token is allowed.
+        Raises RequestError, which names the field, for a grammar that cannot be compiled, or if
+        no first token is allowed.
         """
         if (
             params.allowed_token_ids is None

@@ -1,8 +1,7 @@
-"""Refuses grammars that would take long, by their shape, if llguidance itself sets no limit.
+"""Refuses grammars that would take long, if llguidance itself sets no limit.
 
-llguidance needs time quadratic in the number of optional members of an object, an automaton with as
-many states as a `multipleOf` has steps, exponential time for texts that must match several
-expressions at once, and time cubic in n to follow n optional parts of an expression.
+llguidance needs quadratic time in optional members of an object, cubic time in optional parts of
+an expression, and exponential time to match several expressions at once.
 """
 
 import json
@@ -17,11 +16,9 @@ from headrace.errors import RequestError
 
 _MAX_REPETITIONS = 10_000
 _MAX_OPTIONAL = 200
-"""Max optional parts of an expression; of a schema, the max root of the sum of their squares."""
+"""Optional parts of an expression; of a schema, the root of the sum of their squares."""
 _MAX_PARTS = 1000
-"""Max records and booleans in a schema, each of which may be a schema itself, plus names that are
-required and have no schema.
-"""
+"""Records and booleans in a schema, plus names that are required and have no schema."""
 _MAX_MULTIPLE = 10_000
 _MAX_INTERSECTED = 6
 _EXPRESSION = re.compile(

@@ -1,9 +1,7 @@
 """Grammars over the vocabulary of a tokenizer, compiled and followed by llguidance.
 
-llguidance reads the text of an output byte by byte: a lexer of regular-expression derivatives feeds
-an Earley parser. It finds the allowed tokens by walking a trie of the vocabulary, in tens of
-microseconds. If the grammar allows a single text, it allows only the token with which the tokenizer
-writes that text. No other module imports llguidance.
+No other module imports llguidance. If a grammar allows a single text, only the tokenizer's own
+tokens of that text are allowed.
 """
 
 import importlib
@@ -28,14 +26,12 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 _MAX_COMPILED = 64
-"""Max compiled grammars in the cache; the least recently used is dropped first."""
+"""The least recently used is dropped first."""
 _MAX_USES = 100
-"""Requests before a grammar is compiled again: its requests share a lexer, which grows with the
-texts that it reads.
-"""
+"""Requests before a grammar is compiled again: their shared lexer grows with the texts."""
 _MAX_FORCED_CHARACTERS = 256
 _MAX_TOKENISED = 4096
-"""Max texts whose tokens are cached: a grammar forces the same texts again and again."""
+"""Texts whose tokens are cached: a grammar forces the same texts again and again."""
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,  # tens of milliseconds to compile
     "step_lexer_fuel": 100_000,  # a few milliseconds of a mask
@@ -45,16 +41,14 @@ _LIMITS: dict[str, Any] = {
     "precompute_large_lexemes": False,
     "verbose_errors": False,
 }
-"""Limits of llguidance. A grammar that exceeds one cannot be compiled, or its request fails at the
-text that exceeds it.
-"""
+"""Limits of llguidance. A grammar beyond them fails to compile, or fails its request later."""
 _JSON: "JsonCompileOptions" = {
     "item_separator": ", ",
     "key_separator": ": ",
     "whitespace_flexible": False,
 }
-"""JSON as Python's `json.dumps` writes it: with free white space a small model may write spaces
-without end.
+"""JSON as `json.dumps` writes it: with free white space a small model may write spaces without
+end.
 """
 
 
@@ -69,9 +63,8 @@ class Vocabulary(Protocol):
 
 
 class Grammars:
-    """Compiles and caches grammars over the first `vocab_size` tokens of a vocabulary.
-
-    Any thread may call `compile`.
+    """Compiles and caches grammars over the first `vocab_size` tokens. Any thread may call
+    `compile`.
     """
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
@@ -83,10 +76,7 @@ class Grammars:
         self._lock = Lock()
 
     def compile(self, outputs: StructuredOutputs) -> GrammarState:
-        """The state at the beginning of a text.
-
-        Raises RequestError, which names the field, if the grammar cannot be compiled.
-        """
+        """The state at the beginning of a text. Raises RequestError, which names the field."""
         key = _key(outputs)
         with self._lock:
             uses_left, matcher = self._compiled.get(key, (0, None))
@@ -218,7 +208,7 @@ def _key(outputs: StructuredOutputs) -> _Key:
 
 
 def _grammar(matcher: "type[LLMatcher]", outputs: StructuredOutputs) -> str:
-    """The grammar in llguidance's form. Raises ValueError for a text that it cannot read."""
+    """The grammar in llguidance's form. Raises ValueError."""
     if outputs.regex is not None:
         return matcher.grammar_from_regex(outputs.regex)
     if outputs.grammar is not None:

@@ -47,7 +47,7 @@ _FILES = {
 
 
 class _Families(Mapping[str, Family]):
-    """The families by name. A family is imported when it is first used."""
+    """The families by name, imported at first use."""
 
     def __getitem__(self, name: str) -> Family:
         family: Family = getattr(import_module(f"headrace.model.{_FILES[name]}"), name.upper())
@@ -66,8 +66,8 @@ FAMILIES: Mapping[str, Family] = _Families()
 def trace_model(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> Program:
     """The program of a model.
 
-    Raises UnsupportedModelError for an unknown architecture, and FormatError if the tensors do not
-    match the specification.
+    Raises UnsupportedModelError for an unknown architecture, and FormatError if the tensors do
+    not match the specification.
     """
     return trace(partial(_family(spec).forward, spec), tensors)
 
@@ -87,8 +87,6 @@ def linear_weights(spec: ModelSpec) -> set[str]:
 
 
 class _ShapeTracer(Tracer):
-    """Records the shapes of tensors, which need not exist."""
-
     def __init__(self) -> None:
         super().__init__({})
         self.shapes: dict[str, tuple[int, ...]] = {}

@@ -1,7 +1,4 @@
-"""Parts of decoders, and blocks, which compute the output rows of a layer from its input rows.
-
-Parts take constants from the specification, and use our tensor names, such as `layers.3.q`.
-"""
+"""Parts of decoders, and blocks, which compute the output rows of a layer from its input rows."""
 
 from collections.abc import Callable
 
@@ -67,7 +64,6 @@ def sandwich(d: "Decoder", layer: int, x: Value) -> Value:
 
 
 def by_spec(d: "Decoder", layer: int, x: Value) -> Value:
-    """The block that `ModelSpec.block` names."""
     blocks = {
         "sequential": sequential,
         "parallel": parallel,
@@ -183,7 +179,6 @@ class Decoder:
         return self.g.linear(x, self.g.weight(name, rows, x.width), bias)
 
     def add(self, x: Value, y: Value) -> Value:
-        """The residual stream x plus the result y of a part."""
         scale = self.spec.residual_scale
         return self.g.add(x, self.g.scale(y, scale) if scale != 1 else y)
 

@@ -19,8 +19,7 @@ def _config(
 ) -> tuple[ModelSpec, ExpertSpec]:
     """The specification without experts, and the experts.
 
-    `dense` (number of leading layers without experts), `shared` (number of shared experts) and
-    `context` are defaults.
+    Defaults: `dense` leading layers without experts, `shared` experts, and `context`.
     """
     config.require_neutral({"moe_layer_freq": (1,)})
     pe, nope = config.integer("qk_rope_head_dim", 64), config.integer("qk_nope_head_dim", 128)
@@ -88,7 +87,6 @@ def _v3_config(config: Fields) -> ModelSpec:
 
 
 def _with_experts(spec: ModelSpec, experts: ExpertSpec) -> ModelSpec:
-    """The specification with these experts, unless all layers are dense."""
     all_dense = len(experts.dense_layers) >= spec.num_layers
     return replace(spec, experts=None if all_dense else experts)
 

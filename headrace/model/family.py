@@ -34,7 +34,7 @@ class TensorSource:
     transposed: bool = False
     """Whether the rows of the stored matrix are our columns."""
     slab: Callable[[ModelSpec, Indices], Rows] | None = None
-    """In a stack of transposed matrices: the stored rows of our matrix. `rows` applies after
+    """In a stack of transposed matrices: the stored rows of ours. `rows` applies after
     transposing.
     """
     offset: float = 0.0
@@ -43,7 +43,7 @@ class TensorSource:
 
 @frozen(eq=False, kw_only=True)
 class Layout:
-    """How one kind of file names and stores the tensors of a family."""
+    """The names and tensors of a family in one kind of file."""
 
     architectures: tuple[str, ...]
     """Names of the family in such files, the most common first."""
@@ -81,10 +81,7 @@ class Layout:
 
 @frozen(eq=False, kw_only=True)
 class ConfigLayout(Layout):
-    """A Hugging Face folder: `config.json` and safetensors.
-
-    The field `architectures` or `model_type` of `config.json` names the family.
-    """
+    """A Hugging Face folder: `config.json`, which names the family, and safetensors."""
 
     spec: Callable[[JsonFields], ModelSpec]
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
@@ -107,15 +104,13 @@ class GgufLayout(Layout):
 
 @frozen(eq=False)
 class Family:
-    """A model family. Its file has three parts, and `model/__init__.py` registers it.
+    """A model family, which `model/__init__.py` registers.
 
-    * `forward`: the equations, with our tensor names, such as `layers.3.q`. Each of our tensors is
-      the smallest piece that any file stores: a fused or stacked tensor is the source of several
-      (`TensorSource.rows`), which together use each stored row once.
+    * `forward`: the equations, with our tensor names, such as `layers.3.q`. Each of our tensors
+      is the smallest piece that any file stores.
     * `spec` of each layout: reads the file's fields, with the defaults of the reference
-      implementation, mostly by `decoder_spec`. It refuses fields that the equations ignore, if they
-      change numbers.
-    * `tensors` of each layout: their sources. The equations determine the names and shapes.
+      implementation. It refuses fields that the equations ignore, if they change numbers.
+    * `tensors` of each layout: their sources.
 
     A layout is None if the family is not published in such files.
     """

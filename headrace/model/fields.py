@@ -11,14 +11,13 @@ import numpy as np
 from headrace.errors import FormatError, UnsupportedModelError
 
 _MAX_NUMBER = 1e30
-"""Largest number that a file may contain; products of larger constants overflow."""
+"""Products of larger constants overflow."""
 
 
 class Fields(Mapping[str, Any]):
     """Values by key; None counts as missing.
 
-    The typed getters raise FormatError if a value has another type, or is missing and has no
-    default.
+    Getters raise FormatError for another type, or for a missing value without default.
     """
 
     where: str
@@ -100,8 +99,6 @@ class Fields(Mapping[str, Any]):
 
 
 class JsonFields(Fields):
-    """The fields of a JSON object; `other_names` maps our names of fields to the file's."""
-
     def __init__(
         self,
         values: Mapping[str, Any],
@@ -134,5 +131,4 @@ class JsonFields(Fields):
 
 
 def shown(value: Any) -> str:
-    """The value as a short text for messages."""
     return (value if isinstance(value, str) else reprlib.repr(value))[:80]

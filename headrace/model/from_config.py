@@ -1,7 +1,6 @@
 """Reads the fields of a Hugging Face `config.json` that most families share.
 
-Meaning and defaults are those that transformers defines. Code in a repository (`auto_map`) is never
-run: our own equations compute every known family.
+Meaning and defaults are as in transformers. Code in a repository (`auto_map`) is never run.
 """
 
 from collections.abc import Collection
@@ -104,10 +103,8 @@ def decoder_spec(
 ) -> ModelSpec:
     """The specification of a plain decoder without biases.
 
-    Most keyword arguments are the family's defaults for missing fields: `kv_heads` (None: the
-    number of heads), `head_dim` (None: width / heads), `tied` embeddings, the rotary base `theta`
-    and the `partial` rotary factor (None: the family has none). A family that reads its rotary
-    embedding itself passes it as `rope`, and lists other fields that it reads in `computed`.
+    Keyword arguments are defaults for missing fields. A family that reads its rotary embedding
+    itself passes it as `rope`; `computed` lists other fields that it reads.
 
     Raises UnsupportedModelError for a field that changes the numbers and is not computed, and
     FormatError for a missing or malformed field; both name the field.
@@ -146,9 +143,7 @@ def activation(config: Fields, key: str, default: str) -> Activation:
 
 
 def layer_windows(config: Fields, window: int, period: int) -> tuple[int, ...]:
-    """The window of each layer by `layer_types`; by default all except every `period`-th layer have
-    it.
-    """
+    """The window of each layer by `layer_types`, else of all except every `period`-th layer."""
     layers = layer_range(config.integer("num_hidden_layers"))
     default = [
         "sliding_attention" if (layer + 1) % period else "full_attention" for layer in layers
@@ -195,8 +190,7 @@ def rope_spec(
 ) -> RopeSpec:
     """The rotary embedding, from `rope_parameters` (transformers 5) or `rope_scaling` (before).
 
-    `theta` and `partial` are defaults; without `partial`, all of a head is rotated.
-    `kind_of_layer` selects a section of `rope_parameters`, if it has one for each kind of layer.
+    `theta` and `partial` are defaults. `kind_of_layer` selects a section of `rope_parameters`.
     """
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     values = config.section(key)

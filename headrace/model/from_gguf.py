@@ -87,8 +87,8 @@ def decoder_spec(
 ) -> ModelSpec:
     """The specification of a plain decoder, whose keys begin with `architecture`.
 
-    Tensors that exist decide about biases, gates and tied embeddings. A family lists the keys that
-    it reads itself in `computed`; with `head_dim` it has also read the lengths of keys and values.
+    Tensors that exist decide about biases, gates and tied embeddings. `computed` lists the keys
+    that a family reads itself; with `head_dim` also the lengths of keys and values.
 
     Raises UnsupportedModelError for a key that changes the numbers and is not computed, and
     FormatError for a missing or malformed key; both name the key.
@@ -181,9 +181,8 @@ def _factors(fields: Fields, stored: StoredTensor) -> tuple[float, ...]:
 
 
 def _same_in_every_layer(fields: Fields, key: str, default: int | None = None) -> int:
-    """An integer, or an array with the same integer for each layer.
-
-    Raises UnsupportedModelError if layers differ.
+    """An integer, or an equal integer for each layer. Raises UnsupportedModelError if layers
+    differ.
     """
     if not isinstance(values := fields.get(key), np.ndarray):
         return fields.integer(key, default)

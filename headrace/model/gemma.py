@@ -1,8 +1,7 @@
 """The Gemma family: Gemma 2 (2024) and 3 (2025).
 
-Attention and MLP have norms before and after them; the embedding is scaled, and most layers have a
-window. Gemma 2 caps scores and logits. Gemma 3 normalises queries and keys instead, and its layers
-with a window have another rotary base.
+Norms surround attention and MLP; the embedding is scaled, and most layers have a window. Gemma 2
+caps scores and logits. Gemma 3 normalises queries and keys, and has two rotary bases.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """The GPT-2 family: GPT-2 (Radford et al. 2019), and GPT-BigCode with StarCoder (Li et al. 2023).
 
-Learned positions, LayerNorm, an MLP without a gate, biases everywhere. Files of GPT-2 store
-transposed matrices; GPT-BigCode has one KV head.
+Learned positions, LayerNorm, no gate, biases everywhere. GPT-2 files store transposed matrices;
+GPT-BigCode has one KV head.
 """
 
 from dataclasses import replace
@@ -120,7 +120,7 @@ def _config_tensors(transposed: bool) -> dict[str, TensorSource]:
 
 
 def _as_first_published(tensors: dict[str, TensorSource]) -> dict[str, TensorSource]:
-    """The names in the files of OpenAI, which have no prefix `transformer.` and no head."""
+    """The names in OpenAI's files, which have no prefix `transformer.` and no head."""
     return {
         ours: replace(stored, name=stored.name.removeprefix("transformer."))
         for ours, stored in tensors.items()

@@ -86,10 +86,7 @@ def _slab_rows(part: str, spec: ModelSpec, indices: Indices) -> Rows:
 
 
 def _part_rows(part: str, is_slab: bool, spec: ModelSpec, indices: Indices) -> Rows:
-    """The rows of an expert's part in the slab of the expert, or in the tensor of all experts.
-
-    Rows of gate and up alternate, the gate first.
-    """
+    """The rows of an expert's part. Rows of gate and up alternate, the gate first."""
     assert spec.experts
     _, expert = indices
     num_rows = spec.dim if part == "down" else 2 * spec.experts.ffn_dim

@@ -1,7 +1,4 @@
-"""GPT-J (Wang and Komatsuzaki 2021): attention and MLP in parallel after one LayerNorm.
-
-Only a part of each head is rotated.
-"""
+"""GPT-J (Wang and Komatsuzaki 2021): attention and MLP in parallel; partly rotated heads."""
 
 from dataclasses import replace
 

@@ -1,7 +1,6 @@
 """The Llama family: Llama 2 and 3, SmolLM2 (Touvron et al. 2023).
 
-The pre-norm decoder with rotary positions, grouped KV heads and a gated MLP. Most other families
-start from its tensor names.
+Most other families start from its tensor names.
 """
 
 from dataclasses import replace

@@ -1,7 +1,6 @@
-"""The Phi family up to its second generation: Phi-1, Phi-1.5 and Phi-2 (2023).
+"""Phi-1, Phi-1.5 and Phi-2 (2023): attention and an MLP without a gate in parallel.
 
-Attention and an MLP without a gate are parallel, after one LayerNorm. A part of each head is
-rotated, and there are biases everywhere.
+They have one LayerNorm, partly rotated heads, and biases everywhere.
 """
 
 from dataclasses import replace

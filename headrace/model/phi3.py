@@ -1,7 +1,4 @@
-"""The Phi-3 and Phi-4 family (Abdin et al. 2024): Llama with fused matrices.
-
-Models for long contexts use longrope.
-"""
+"""The Phi-3 and Phi-4 family (Abdin et al. 2024): Llama with fused matrices, and longrope."""
 
 from dataclasses import replace
 

@@ -1,7 +1,4 @@
-"""The Qwen2 family (Yang et al. 2024): Llama with biases on queries, keys and values.
-
-Some layers of some models have a window.
-"""
+"""The Qwen2 family (Yang et al. 2024): Llama with biases on queries, keys and values."""
 
 from dataclasses import replace
 

@@ -1,7 +1,4 @@
-"""Rotary frequencies, and the published rules that stretch them to longer contexts.
-
-The results agree with `modeling_rope_utils` of transformers.
-"""
+"""Rotary frequencies, and rules that stretch them (`modeling_rope_utils` of transformers)."""
 
 import math
 
@@ -18,9 +15,8 @@ def inverse_frequencies(
 ) -> tuple[Frequencies, float]:
     """Radians per position of each pair, [dim / 2], and the factor of cosines and sines.
 
-    `max_context` is the default of the original context length. `context` is the max length of a
-    sequence; rules use it in place of the current length, so that numbers do not change as a
-    sequence grows.
+    `max_context` is the default of the original context length. `context`, the max length of a
+    sequence, replaces the current length, so that numbers do not change as a sequence grows.
     """
     original_context = rope.original_context or max_context
     is_long = rope.scaling == "longrope" and context > original_context

@@ -1,7 +1,7 @@
 """Sources of tensors in files that fuse, stack or reorder matrices.
 
-We store a rotary pair as two neighbouring rows of a head, (2i, 2i + 1). Most files store it
-half-split: rows i and i + rotated / 2.
+We store a rotary pair as neighbouring rows of a head, (2i, 2i + 1). Half-split files store rows i
+and i + rotated / 2.
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ from headrace.model.family import Indices, Rows, TensorSource
 from headrace.model.spec import ModelSpec
 
 QkvLayout = Literal["separate", "blocks", "groups"]
-"""`separate` matrices, or one matrix: `blocks` of all queries, all keys and all values, or `groups`
-of the queries of a KV head, its key and its value.
+"""`separate` matrices, or one matrix: `blocks` of all queries, all keys and all values, or
+`groups` of the queries of a KV head, its key and its value.
 """
 
 _HALF_SPLIT_PARTS = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
@@ -80,8 +80,8 @@ def stacked(part: str, name: str) -> dict[str, TensorSource]:
 
 
 def mla_rows(q: str, q_b: str, kv_a: str) -> dict[str, TensorSource]:
-    """Latent attention: matrices for the rows of a layer. `q_b` replaces `q` if queries have latent
-    rows; `kv_a` has the latent row, then the rotated part of keys.
+    """Latent attention: matrices for the rows of a layer. `kv_a` has the latent row, then the
+    rotated part of keys.
     """
     tensors = {}
     for part, name in (("q", q), ("q_b", q_b)):
@@ -96,8 +96,9 @@ def mla_rows(q: str, q_b: str, kv_a: str) -> dict[str, TensorSource]:
 
 
 def mla_heads(kv_b: str, v_b: str = "") -> dict[str, TensorSource]:
-    """Latent attention: matrices of each head for a latent row. `kv_b` has the key and the value
-    matrix of each head, or with `v_b`, which has the values, the transposed key matrices.
+    """Latent attention: matrices of each head for a latent row.
+
+    `kv_b` has the key and the value matrix of each head; with `v_b`, the transposed key matrices.
     """
     has_own_values = bool(v_b)
     keys = TensorSource(kv_b, partial(_head_matrix_rows, "k", has_own_values))

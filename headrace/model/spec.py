@@ -21,8 +21,8 @@ class RopeSpec:
     dim: int
     theta: float = 10000.0
     scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
-    """`linear` (Chen et al. 2023), `dynamic` (NTK-aware), `llama3` (Llama 3.1), `yarn` (Peng et al.
-    2023) or `longrope` (Ding et al. 2024).
+    """`linear` (Chen et al. 2023), `dynamic` (NTK-aware), `llama3` (Llama 3.1), `yarn` (Peng et
+    al. 2023) or `longrope` (Ding et al. 2024).
     """
     factor: float = 1.0
     original_context: int = 0
@@ -68,14 +68,10 @@ class ExpertSpec:
 class MlaSpec:
     """Multi-head latent attention (DeepSeek-V2, 2024).
 
-    Keys and values of all heads are products with one latent row of the token. Queries and keys
-    also have a rotated part, which all heads share in keys. The two forms store different KV, so
-    their roundings differ:
-
-    * plain: a key and a value for each head;
-    * `is_absorbed`: the latent row and the rotated part, which all heads use as key and value.
-      Key and value matrices are multiplied with queries and with results of attention instead.
-      The KV is 9 to 71 times smaller, and attention has three times the arithmetic.
+    Keys and values of all heads are products with one latent row of the token; keys also share a
+    rotated part. The plain form stores a key and a value for each head. If `is_absorbed`, the KV
+    is the latent row and the rotated part: 9 to 71 times smaller, with three times the arithmetic
+    and other roundings.
     """
 
     kv_rank: int
@@ -105,9 +101,7 @@ class ModelSpec:
     max_context: int
     norm_eps: float
     rope: RopeSpec | None = None
-    """None if the model has no rotary positions."""
     name: str = ""
-    """Name of the model for people."""
     context: int = 0
     """Max tokens of a sequence in this engine; 0: `max_context`. It decides which rotary factors
     apply.
@@ -122,14 +116,11 @@ class ModelSpec:
     alibi_bias: float = 0.0
     """Exponent of the steepest ALiBi slope; 0: no ALiBi."""
     learned_positions: int = 0
-    """Number of learned position embeddings."""
 
     norm: NormKind = "rms"
     norm_bias: bool = False
     qk_norm: Literal["none", "head", "heads", "row"] = "none"
-    """Norm of queries and keys: by `head` with a shared weight, by `heads` with a weight each, or
-    by `row`.
-    """
+    """By `head` with a shared weight, by `heads` with a weight each, or by `row`."""
     activation: Activation = "silu"
     gated_mlp: bool = True
     tied_embeddings: bool = False
@@ -177,5 +168,4 @@ class ModelSpec:
 
     @property
     def rotary_dim(self) -> int:
-        """Rotated numbers of a head, equal in all layers."""
         return self.rope.dim if self.rope else 0

@@ -1,7 +1,4 @@
-"""The StableLM family (Stability AI 2023-2024): Llama with LayerNorm.
-
-A quarter of each head is rotated.
-"""
+"""The StableLM family (Stability AI 2023-2024): Llama with LayerNorm, a quarter of heads rotated."""
 
 from dataclasses import replace
 

@@ -8,7 +8,6 @@ from headrace.record import frozen
 Columns = tuple[int, int]
 """A range of columns, tokens or experts: first, last + 1."""
 LINK_BYTES = 4
-"""Activations are float32."""
 
 
 @frozen
@@ -18,10 +17,7 @@ class Collective(Op):
 
 @frozen
 class AllGather(Collective):
-    """out = the columns of x of all ranks
-
-    `parts` has the columns of each rank. Columns of two ranks are taken from the first of them.
-    """
+    """out = the columns of x of all ranks; `parts` has the columns of each rank"""
 
     out: Value
     x: Value
@@ -43,7 +39,6 @@ class EmbedPart(Op):
     weight: Weight
     first: int
     vocab: int
-    """Size of the whole vocabulary."""
 
     def bytes(self, step: StepSize) -> int:
         return min(step.rows, self.weight.rows) * self.weight.nbytes // self.weight.rows
@@ -53,7 +48,7 @@ class EmbedPart(Op):
 class OwnedRows(Collective):
     """out[t] = x[t] of the rank whose part of the vocabulary contains token[t]
 
-    Rows are copied from their owner and never summed, so their bits do not change.
+    Rows are copied and never summed, so their bits do not change.
     """
 
     out: Value
@@ -76,10 +71,7 @@ class TakeColumns(Op):
 
 @frozen
 class ColumnsToRows(Collective):
-    """out[t] = the columns of x[t] of all ranks, for this rank's rows t (`row_share`)
-
-    All other rows of out are undefined.
-    """
+    """out[t] = the columns of x[t] of all ranks, for this rank's rows t; others are undefined"""
 
     out: Value
     x: Value
@@ -127,12 +119,11 @@ def row_share(rows: int, rank: int, ranks: int) -> tuple[int, int]:
 class ExpertPart(Experts):
     """out[t, choice] = down_e(glu(gate_e x, up_e x)), if this rank has the chosen expert e
 
-    The rank's experts are numbered from `first` on. All other choices of out are undefined.
+    Its experts are numbered from `first` on. Other choices of out are undefined.
     """
 
     first: int = 0
     num_experts: int = 0
-    """Number of experts on all ranks."""
 
     def distinct_experts(self, rows: int) -> float:
         return len(self.gate) * (1 - (1 - self.top_k / self.num_experts) ** rows)
@@ -170,7 +161,7 @@ class Combine(Op):
 
 @frozen
 class Send(Collective):
-    """Sends x to the rank with this rank's number in another stage of the pipeline"""
+    """Sends x to the rank with this rank's number in another stage"""
 
     x: Value
     stage: int  # destination

@@ -1,14 +1,11 @@
 """Joins neighbouring ops into fused ops, which compute the same numbers up to rounding.
 
-There are four rules:
-
 * linear x 3 + rope x 2 + kv_write -> QkvRopeWrite
 * linear x 2 + glu -> GluLinear
 * linear + activate -> LinearActivate
 * linear + add -> LinearAdd
 
-Then every value that only linear ops read is marked as packed: norm, attention and glu write it in
-the form that the next kernel reads.
+Values that only linear ops read are marked as packed.
 """
 
 from collections import Counter
@@ -42,10 +39,7 @@ class _Rewrite(NamedTuple):
 
 
 def fuse(program: Program, unpacked: Collection[int] = ()) -> Program:
-    """The same program with fused ops and packed values.
-
-    `unpacked`: ids of values that stay float32 even if only linear ops read them.
-    """
+    """The program with fused ops and packed values. `unpacked`: ids of values that stay float32."""
     ops = list(program.ops)
     for rule in (_fuse_qkv, _fuse_glu, _fuse_activate, _fuse_add):
         ops = _apply(rule, ops)
@@ -165,7 +159,6 @@ def _fuse_add(ops: list[Op], uses: _Uses) -> Iterator[_Rewrite]:
 
 
 def _pack(ops: list[Op], unpacked: set[int]) -> list[Op]:
-    """Mark every value as packed that is read only as the `x` of linear ops."""
     num_reads = _Uses(ops).num_reads
     num_linear_reads = Counter(op.x.id for op in ops if isinstance(op, LINEAR_OPS))
     packed = {

@@ -43,12 +43,7 @@ class KvGroup:
         return len(self.layers) * layout.num_heads * head_bytes * block_size // kv.BLOCK_SIZE
 
     def num_blocks(self, num_tokens: int, max_rows: int, block_size: int) -> int:
-        """Max blocks that a sequence holds at once, if a step computes at most `max_rows` rows of
-        it.
-
-        With a window, these are the blocks of sink tokens, and the blocks that the rows of a step
-        use.
-        """
+        """Max blocks of a sequence at once, if a step computes at most `max_rows` rows of it."""
         num_blocks = -(-num_tokens // block_size)
         if not self.window:
             return num_blocks

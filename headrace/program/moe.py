@@ -11,9 +11,8 @@ from headrace.record import frozen
 class Route(Op):
     """out[t] = [expert, ..., weight, ...]: the `top_k` experts of row t, best first, and weights.
 
-    The scores are the softmax or the sigmoid of the row's logits x[t]. The row goes to the experts
-    with the highest score plus `bias`; of equal ones the lower number wins. With `groups` of
-    adjacent experts, only the best `top_groups` groups take part: a group ranks by its best expert
+    Experts are chosen by softmax or sigmoid of x[t], plus `bias`; of equal ones the lower number
+    wins. Only the best `top_groups` of `groups` take part: a group ranks by its best expert
     (`softmax`) or by the sum of its best two (`sigmoid`) (DeepSeek-V2 and V3, 2024).
 
     The weights are the scores, divided by their sum if `normalised`, times `factor`. A row with a
@@ -42,8 +41,7 @@ class Route(Op):
 class Experts(Op):
     """out[t] = sum over the experts e of row t of weight_e * down_e(glu(gate_e x, up_e x)).
 
-    The sum has the order of the routing. The weights of an expert are read once if any row goes to
-    it, else not at all (Jiang et al. 2024).
+    The sum has the order of the routing. Weights of experts without rows are not read.
     """
 
     out: Value
@@ -62,7 +60,7 @@ class Experts(Op):
         return self.routing.width // 2
 
     def distinct_experts(self, rows: int) -> float:
-        """Expected number of experts that `rows` rows go to, if all experts are equally likely."""
+        """Expected number of experts of `rows` rows, if all experts are equally likely."""
         return len(self.gate) * (1 - (1 - self.top_k / len(self.gate)) ** rows)
 
     def flops(self, step: StepSize) -> int:

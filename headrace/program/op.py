@@ -10,9 +10,7 @@ from headrace.record import frozen
 Kind = Literal["int8", "bf16", "f32"]
 """Number formats of multiply-adds."""
 RowKind = Literal["step", "gathered", "logit", "pooled"]
-"""Rows of a value: all rows of the step, the gathered rows (logit rows, then pooled rows), or one
-of these two kinds.
-"""
+"""All rows of the step, the gathered rows (logit rows, then pooled rows), or either kind."""
 
 
 class StepSize(NamedTuple):

@@ -1,17 +1,8 @@
 """The ops of a program: their equations over row matrices, weights and costs.
 
-No other file repeats the arithmetic of costs. tests/program/test_costs.py compares each cost with
-the operations of the reference backend. Costs are lower bounds, from which limits follow:
-
-* `flops` of an op with products (with weights, keys or values): two for each multiply-add. Its
-  element-wise work (bias, residual, rotation, softmax) overlaps with the products.
-* `flops` of any other op: one for each sum, product, quotient, root, exponential, sine and cosine
-  of a number of its rows. A value computed once per row counts for the numbers it is made of.
-* `bytes`: each weight once; an embedding row for each possible distinct token; the keys and values
-  that the op writes; and the keys and values that a sequence's rows see, once for all rows and all
-  heads that share a KV head. Activations and tables stay in the caches and do not count.
-
-Rows of a draft tree count as a chain, which costs at least as much.
+Costs are lower bounds, from which limits follow. `flops` counts two for each multiply-add of an
+op with products, else one for each operation on a number. `bytes` counts weights once, and the
+keys and values that a sequence's rows see once for all rows. Draft trees count as chains.
 """
 
 from typing import Literal
@@ -20,10 +11,9 @@ from headrace.program.op import Op, StepSize, Value, Weight
 from headrace.record import frozen
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
-"""Element-wise functions. `silu` is x / (1 + exp(-x)). `gelu` is x times the normal distribution
-function of x, and `gelu_tanh` its approximation by tanh (Hendrycks and Gimpel 2016).
-`clamped_swiglu` (gpt-oss 2025) needs a gate and an up: with the gate clamped to at most 7 and the
-up to -7..7, it is gate / (1 + exp(-1.702 gate)) * (up + 1).
+"""`silu` is x / (1 + exp(-x)). `gelu` is x times the normal distribution function of x,
+`gelu_tanh` its approximation by tanh (Hendrycks and Gimpel 2016). `clamped_swiglu` (gpt-oss 2025)
+is gate / (1 + exp(-1.702 gate)) * (up + 1), with the gate at most 7 and the up in -7..7.
 """
 NormKind = Literal["rms", "layer"]
 """`rms` divides by the root of the mean square (Zhang and Sennrich 2019); `layer` subtracts the
@@ -56,10 +46,7 @@ class Embed(Op):
 
 @frozen
 class EmbedPosition(Op):
-    """out[t] = weight[position[t]]: learned positions (GPT-2, 2019).
-
-    A position beyond the last row of the weight takes the last row.
-    """
+    """out[t] = weight[position[t]]: learned positions (GPT-2, 2019), at most the last"""
 
     out: Value
     weight: Weight
@@ -93,9 +80,8 @@ class RopeAngles(Op):
 class Norm(Op):
     """out = x / sqrt(mean(x^2) + eps) * weight + bias, for each `size` columns of a row.
 
-    A LayerNorm has x - mean(x) in place of x. Weight and bias have either `size` numbers, which all
-    groups of columns share, or a number for each column. If x has the gathered rows, out may have
-    only the logit rows or only the pooled rows.
+    A LayerNorm has x - mean(x) in place of x. Weight and bias have `size` numbers, or a number
+    for each column. If x has the gathered rows, out may have only one kind of them.
     """
 
     out: Value
@@ -162,8 +148,8 @@ class LinearActivate(Op):
 class HeadLinear(Op):
     """out[t, head] = x[t, head] @ heads[head].T; x may also have one head that all share.
 
-    DeepSeek-V2 (2024) computes keys and values from a latent row in this way. Its absorbed form
-    computes queries that are multiplied with the latent row itself.
+    DeepSeek-V2 (2024) so computes keys and values from a latent row, or in its absorbed form
+    queries.
     """
 
     out: Value
@@ -188,9 +174,10 @@ class ConcatHeads(Op):
 
 @frozen
 class Rope(Op):
-    """out = x with each pair (2i, 2i + 1) of a head rotated by angle i of the row (Su et al. 2021).
+    """out = x with each pair (2i, 2i + 1) of a head rotated by angle i of the row (Su et al.
+    2021).
 
-    A head may have more numbers than two for each angle; the remaining numbers are copied.
+    Further numbers of a head are copied.
     """
 
     out: Value
@@ -242,16 +229,16 @@ class QkvRopeWrite(Op):
 class Attention(Op):
     """out[t, head] = softmax(scores) @ values, over the KV slots that row t sees.
 
-    A score is q . k * scale; `num_heads / num_kv_heads` heads share a KV head. Then, in this order:
+    A score is q . k * scale; `num_heads / num_kv_heads` heads share a KV head. Then, in this
+    order:
 
     * `softcap`: softcap * tanh(score / softcap) (Gemma 2, 2024);
     * `slopes`: minus the head's slope for each position between key and row (ALiBi, Press et al.
       2022);
     * `sinks` [num_heads]: the score of an additional key without a value (gpt-oss, 2025).
 
-    With a `window`, a row sees itself, the window - 1 positions before it and the first
-    `num_sink_tokens` positions of the sequence (StreamingLLM, Xiao et al. 2023). If `is_latent`,
-    the values are the first `value_dim` numbers of the keys.
+    With a `window`, a row sees `window` positions and the first `num_sink_tokens` (StreamingLLM,
+    Xiao et al. 2023). If `is_latent`, the values are the first `value_dim` numbers of the keys.
     """
 
     out: Value

@@ -36,9 +36,7 @@ from headrace.record import frozen
 
 @frozen
 class Program:
-    """A flat list of ops, which write each value once and before it is read. The number of rows is
-    bound at run time.
-    """
+    """A flat list of ops, which write each value once and before it is read."""
 
     ops: tuple[Op, ...]
     logits: Value | None
@@ -48,10 +46,10 @@ class Program:
     pooled: Value | None = None
     """The pooled rows after the last norm, if they are a result (`with_pooled`)."""
     shared_kv_groups: tuple[KvGroup, ...] | None = None
-    """In the program of a rank: the KV groups of the whole model, each with the rank's share."""
+    """The KV groups of the whole model, in the program of a rank."""
 
     def with_hidden(self) -> "Program":
-        """Add the rows before the head to the results. A fused program has packed them."""
+        """Add the rows before the head to the results, before fusing packs them."""
         head = self._head()
         assert not head.x.packed, "hidden rows of a fused program are packed; add them before"
         return replace(self, hidden=head.x)
@@ -114,8 +112,7 @@ class Program:
     def attention_crossover(self) -> float:
         """Context length at which attention takes as long as all other ops of a prompt row.
 
-        The estimate ignores windows. Attention computes in bf16, and other ops mostly in int8,
-        twice as fast.
+        Windows are ignored. Attention computes in bf16, other ops mostly in int8, twice as fast.
         """
         row = StepSize(((0, 1),), 0, 0)
         attention = sum(op.flops(row) for op in self.ops if isinstance(op, Attention))
@@ -198,8 +195,8 @@ class Tracer:
         size: int | None = None,
         rows: RowKind | None = None,
     ) -> Value:
-        """`size`: columns that are normalised together (default: all); `rows`: rows of the result
-        (default: the rows of x).
+        """`size`: columns that are normalised together (default: all); `rows`: rows of the
+        result.
         """
         out = self._value(x.width, rows or x.rows)
         self.ops.append(

@@ -1,7 +1,6 @@
 """Exact verification: sample the next token, follow the draft node that carries it, else stop.
 
-It is lossless for any draft tree, sampler and penalty: a sample depends only on the tokens before
-it and on the noise of its position. So the tokens equal the tokens of plain decoding.
+It is lossless: a sample depends only on the tokens before it and on the noise of its position.
 """
 
 from collections.abc import Sequence

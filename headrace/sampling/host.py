@@ -44,8 +44,8 @@ def run_logit_ops(
 ) -> list[LogitOpResult]:
     """Run ops with the threads of the pool; returns the result of each op, in order.
 
-    An `Expand` overwrites its row of logits, so no other op may read that row. `Pool` ops read
-    `pooled` [rows, dim], the pooled rows of the step, instead of `logits`.
+    An `Expand` overwrites its row of logits, so no other op may read it. `Pool` ops read `pooled`
+    [rows, dim].
     """
     # No module holds a pool: the interpreter would count it as a leak at its end.
     pool = pool or _native.Pool(1)
@@ -68,9 +68,10 @@ def run_logit_ops(
 
 
 def tokens_of(batch: RaggedBatch, values: Sequence[LogitOpResult]) -> Ints:
-    """The tokens of a batch [T], with pending tokens from `values`, the previous launch's results.
+    """The tokens of a batch [T], with pending tokens from `values`, the previous launch's
+    results.
 
-    An op whose logits were not finite gives token 0, and later results of its sequence are ignored.
+    An op whose logits were not finite gives token 0.
     """
     if batch.token_source is None:
         return batch.tokens

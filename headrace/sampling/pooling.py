@@ -1,4 +1,4 @@
-"""The sum of the pooled rows of a prompt, and the embedding vector made from it."""
+"""Sums and means of the pooled rows of a prompt."""
 
 from math import fsum, sqrt
 
@@ -7,9 +7,8 @@ from numpy.typing import NDArray
 
 
 class RowSum:
-    """A sum of rows in float64.
-
-    Rows are added one by one, so the bits do not depend on how a prompt is cut into steps.
+    """A sum of rows in float64, one by one: its bits do not depend on the cut of a prompt into
+    steps.
     """
 
     def __init__(self) -> None:
@@ -27,10 +26,7 @@ class RowSum:
 
 
 def mean_vector(total: NDArray[np.float64], num_rows: int, normalise: bool) -> NDArray[np.float32]:
-    """The mean [dim] of `num_rows` rows from their sum.
-
-    With `normalise` it has length 1, unless it is zero.
-    """
+    """The mean [dim] of `num_rows` rows. With `normalise` it has length 1, unless it is zero."""
     mean = total / num_rows
     if normalise and (length := sqrt(fsum((mean * mean).tolist()))):
         mean /= length

@@ -1,11 +1,8 @@
-"""Rejection sampling of draft chains: lossless in distribution, but not token by token.
+"""Rejection sampling of draft chains (Leviathan et al. 2023; Chen et al. 2023).
 
-A draft token x that was sampled from q is accepted with probability min(1, p(x) / q(x)). If it is
-rejected, a token is sampled from the residual distribution, max(p - q, 0) normalised. After a chain
-that is accepted to its end, one more token is sampled from p: the bonus token. So every token has
-the target's distribution p. The tokens themselves depend on the drafts, and thus on the other
-sequences of the batch; only exact verification repeats them. (Leviathan et al. 2023; Chen et al.
-2023)
+A draft token x from q is accepted with probability min(1, p(x) / q(x)), else a token is sampled
+from the residual. Every token has the target's distribution p, but the tokens depend on the
+drafts and thus on the batch.
 """
 
 from collections.abc import Sequence
@@ -25,16 +22,12 @@ Distribution = NDArray[np.float64]  # [vocab]
 def verify_rejection(
     ops: Sequence[SampleOp], logits: Logits, pool: Pool
 ) -> list[SampleResult | None]:
-    """A `Verifier` of chains by rejection sampling.
-
-    A draft without probabilities has q = 1 for its token: the token is accepted if a plain sample
-    gives it.
-    """
+    """A `Verifier` of chains. A draft without probabilities has q = 1 for its token."""
     return [_verify(op, logits) for op in ops]
 
 
 def residual(p: Distribution, q: Distribution) -> Distribution:
-    """The residual distribution max(p - q, 0), normalised, which replaces a rejected token."""
+    """The residual distribution max(p - q, 0), normalised."""
     excess = np.maximum(p - q, 0)
     mass = excess.sum()
     return excess / mass if mass > 0 else p  # p and q differ by rounding only

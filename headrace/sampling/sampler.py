@@ -22,16 +22,13 @@ __all__ = [
 
 _SAMPLER_OPTIONS = [row.name for row in SAMPLING_FIELDS.values() if row.is_sampler_option]
 NativeSample = tuple[int, tuple[float, int, list[int], list[float]] | None]
-"""A token and the fields of its `TokenLogprobs`, or None if they were not requested."""
+"""A token and the fields of its `TokenLogprobs`, if requested."""
 
 
 def make_sampler(
     params: SamplingParams, prompt: list[int], vocab_size: int, seed: int, end_ids: Iterable[int]
 ) -> Sampler:
-    """The native sampler of a request's first sequence.
-
-    The tokens of `end_ids` end the output, so they are banned before `min_tokens`.
-    """
+    """The native sampler of a request's first sequence; it bans `end_ids` before `min_tokens`."""
     options = {name: getattr(params, name) for name in _SAMPLER_OPTIONS}
     options["top_k"] = max(params.top_k, 0)
     return Sampler(
@@ -49,7 +46,7 @@ def make_sampler(
 
 
 def derive_seed(seed: int, number: int) -> int:
-    """The seed of a request without a seed: 64 bits from the engine's seed and `number`."""
+    """The seed of a request without one: 64 bits from the engine's seed and `number`."""
     # hashlib loads OpenSSL, and `headrace run` sets a seed.
     from hashlib import blake2b
 
@@ -57,23 +54,17 @@ def derive_seed(seed: int, number: int) -> int:
 
 
 def token_logprobs(logits: NDArray[np.float32], token: int, num_logprobs: int) -> TokenLogprobs:
-    """Log-probabilities of a token under a row of logits [vocab].
-
-    Raises NonFiniteLogitsError.
-    """
+    """Log-probabilities of a token under a row of logits [vocab]. Raises NonFiniteLogitsError."""
     return TokenLogprobs(*native_token_logprobs(logits, token, num_logprobs, _isa()))
 
 
 def with_logprobs(logits: NDArray[np.float32], token: int, num_logprobs: int) -> NativeSample:
-    """A token that no native sampler chose, with its log-probabilities under a row [vocab].
-
-    With `num_logprobs` -1 it has none.
-    """
+    """Log-probabilities of a token that no sampler chose, under a row [vocab]; none for -1."""
     if num_logprobs < 0:
         return token, None
     return token, native_token_logprobs(logits, token, num_logprobs, _isa())
 
 
 def _isa() -> str:
-    """Instruction set of the native sampler, which tests set; empty: the machine's best."""
+    """Instruction set of the native sampler; tests set it."""
     return os.environ.get("HEADRACE_ISA", "")

@@ -1,9 +1,7 @@
-"""Typical acceptance: faster than exact verification, but lossy.
+"""Typical acceptance: lossy, and faster than exact verification (Cai et al. 2024, Medusa).
 
-A draft token x is accepted if the target finds it likely enough: p(x) > min(epsilon, delta
-exp(-H(p))), where H is the entropy of p. So the threshold is lower if many tokens are possible. The
-longest accepted path is kept, and a plain sample follows it. At temperature 0 only the likeliest
-token is accepted, as in exact verification. (Cai et al. 2024, Medusa)
+A draft token x is accepted if p(x) > min(epsilon, delta exp(-H(p))), with the entropy H. At
+temperature 0 it equals exact verification.
 """
 
 from collections.abc import Sequence
@@ -19,9 +17,9 @@ from headrace.sampling.sampler import Sampler, with_logprobs
 from headrace.sampling.verification import Logits, Verification, masks_after
 
 _EPSILON = 0.09
-"""Probability above which any token is accepted."""
+"""Any token above this probability is accepted."""
 _DELTA = 0.3
-"""A token is accepted above this share of exp(-entropy), the probability of a typical token."""
+"""Share of exp(-entropy), the probability of a typical token."""
 
 
 def verify_typical(
@@ -54,9 +52,8 @@ def _verify(op: SampleOp, logits: Logits) -> SampleResult | None:
 def _longest_path(
     op: SampleOp, logits: Logits, sampler: Sampler, node: int, position: int
 ) -> list[int]:
-    """The longest path of accepted draft nodes below `node`; the first of equal length.
-
-    `position` is the position of the path's first token.
+    """The longest path of accepted draft nodes below `node`, from `position` on; the first of
+    equals.
     """
     draft = op.draft
     children = [child for child, parent in enumerate(draft.parents) if parent == node]

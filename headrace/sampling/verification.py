@@ -1,4 +1,4 @@
-"""The protocol of acceptance methods, and the state of a method in Python on one sequence."""
+"""The protocol of acceptance methods."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +15,7 @@ from headrace.sampling.sampler import NativeSample, Sampler
 
 Logits = NDArray[np.float32]  # [rows, vocab]
 Verifier = Callable[[Sequence[SampleOp], Logits, Pool], list[SampleResult | None]]
-"""An acceptance method. It returns the result of each op, or None for logits that are not finite,
-and computes with the threads of the pool.
+"""An acceptance method. It returns the result of each op, or None for logits that are not finite.
 """
 
 

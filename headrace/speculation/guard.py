@@ -1,3 +1,5 @@
+"""The guard around a proposer."""
+
 import operator
 from collections.abc import Callable
 from queue import Empty, SimpleQueue

@@ -31,10 +31,10 @@ Lower = Callable[[Program, Mapping[str, StoredTensor]], Program]
 
 
 def lower(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
-    """The program in fused ops, with the bytes of its packed weights.
+    """The program in fused ops, or unfused if column orders differ, with the bytes of packed
+    weights.
 
-    It stays unfused if matrices of a fused op have different column orders. Raises
-    UnsupportedModelError if an op that is not linear uses a matrix with a column order.
+    Raises UnsupportedModelError if an op that is not linear uses a matrix with a column order.
     """
     reordered = {
         weight.name
@@ -65,9 +65,9 @@ def lower(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
 
 
 def lower_unfused(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
-    """The program in its own ops, with the bytes of its packed weights.
+    """The program in its own ops, with the bytes of packed weights. Reads no weight.
 
-    Reads no weight. Raises UnsupportedModelError for a format without a kernel.
+    Raises UnsupportedModelError for a format without a kernel.
     """
 
     def packed(weight: Weight) -> Weight:
@@ -112,8 +112,7 @@ def _compile(
 class CpuExecutable:
     """A native plan with its packed weights and KV. A launch runs at once.
 
-    `lower_unfused` as `lower` gives the same bits op by op; then values in `kept` can be read
-    afterwards.
+    With `lower_unfused` as `lower`, values in `kept` can be read afterwards.
     """
 
     max_in_flight = 1
@@ -156,9 +155,7 @@ class CpuExecutable:
         self.pool = self.plan.pool
         self._number = 0  # of the program in the plan
         self._views: dict[tuple[int, int], Floats] = {}
-        """Views of buffers, by buffer and number of rows, until the buffers move. They are kept
-        because making a view takes as long as drawing a token.
-        """
+        """By buffer and number of rows. Making a view takes as long as drawing a token."""
         self._results: list[LogitOpResult] = []  # of the last launch
         self._fill_plan(weights, None)
 

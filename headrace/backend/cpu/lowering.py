@@ -51,10 +51,7 @@ class ProcessGroup(Protocol):
 
 
 class Lowering:
-    """Fills a native plan with ops, buffers and packed weights.
-
-    A buffer is used again when no op reads its value any more.
-    """
+    """Fills a native plan with ops, packed weights, and buffers, which later values reuse."""
 
     def __init__(
         self,
@@ -66,8 +63,8 @@ class Lowering:
         kept: frozenset[int] = frozenset(),
         process_group: ProcessGroup | None = None,
     ) -> None:
-        """`places`: (KV group, index) of each layer. `earlier`: a lowering in the same plan, to
-        share weights and buffers. `kept`: ids of values that can be read after a step.
+        """`places`: (KV group, index) of each layer. `earlier` shares weights and buffers of the
+        same plan. `kept`: ids of values that can be read after a step.
         """
         self.plan = plan
         self.program = program
@@ -108,7 +105,6 @@ class Lowering:
                     self.release(value)
 
     def buffer(self, value: Value) -> int:
-        """The buffer of a value; a new value takes a free buffer of its shape first."""
         if value.id not in self.buffers:
             if free := self.free.get(self.shape(value)):
                 self.buffers[value.id] = free.pop()
@@ -133,7 +129,7 @@ class Lowering:
     def write(self, out: Value, lower: Callable[[int], None], packs_groups: bool = False) -> None:
         """Lower an op that writes float32, and pack its result if the value is packed.
 
-        `packs_groups`: the op can pack groups of columns. Row scales need a pass after the op.
+        `packs_groups`: the op can pack groups of columns.
         """
         has_row_scales = any(
             "row_scales" in read.parts and not read.table_rows

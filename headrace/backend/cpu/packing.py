@@ -26,9 +26,7 @@ def packed_bytes(tensor: StoredTensor) -> int:
 
 
 def add_weight(plan: _native.Plan, tensor: StoredTensor) -> int:
-    """Pack a matrix, release the pages of its file, and return its number. Raises
-    UnsupportedModelError.
-    """
+    """Pack a matrix, and release the pages of its file. Raises UnsupportedModelError."""
     with named_in_errors(tensor.name):
         if spec := _table_spec(tensor):
             weight = plan.add_table(spec)
@@ -48,8 +46,8 @@ def add_weight(plan: _native.Plan, tensor: StoredTensor) -> int:
 
 
 def add_weight_pair(plan: _native.Plan, a: StoredTensor, b: StoredTensor) -> tuple[int, int]:
-    """Pack two matrices of one shape. If their formats are alike, their tiles alternate, so that a
-    kernel that uses both reads memory in order.
+    """Pack two matrices of one shape, with alternating tiles if their formats are alike: kernels
+    read memory in order.
     """
     first, second = _table_spec(a), _table_spec(b)
     if (
@@ -82,7 +80,7 @@ def add_weight_pair(plan: _native.Plan, a: StoredTensor, b: StoredTensor) -> tup
 
 
 def column_order(tensor: StoredTensor) -> tuple[int, ...]:
-    """The column of the activations for each column of the packed matrix; empty: no reordering."""
+    """The column of the activations for each packed column; empty: no reordering."""
     return () if tensor.column_order is None else tuple(tensor.column_order.tolist())
 
 
@@ -96,7 +94,6 @@ def named_in_errors(tensor: str) -> Iterator[None]:
 
 
 def _table_spec(tensor: StoredTensor) -> _native.TableSpec | None:
-    """None for formats without a table of scales."""
     spec = tensor.format.spec
     if spec is None or tensor.format.table_rows is None:
         return None
@@ -113,7 +110,6 @@ def _codebook(tensor: StoredTensor) -> NDArray[np.int8] | None:
 
 
 def _fill(plan: _native.Plan, weight: int, tensor: StoredTensor) -> None:
-    """Fill a packed matrix with a table of scales, from ggml blocks or some rows at a time."""
     if tensor.format.block > 1:
         plan.fill_table_blocks(weight, tensor.format.name, tensor.parts["codes"], tensor.row_order)
         return

@@ -33,7 +33,6 @@ def activated(x: Floats, activation: Activation) -> Floats:
 
 
 def gated(gate: Floats, up: Floats, activation: Activation) -> Floats:
-    """activation(gate) * up, number by number."""
     if activation != "clamped_swiglu":
         return activated(gate, activation) * up
     gate, up = np.minimum(gate, 7), np.maximum(np.minimum(up, 7), -7)

@@ -1,4 +1,4 @@
-"""The executable of the reference backend, which interprets a program op by op."""
+"""The executable of the reference backend."""
 
 import time
 from collections.abc import Mapping, Sequence

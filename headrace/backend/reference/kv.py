@@ -1,4 +1,4 @@
-"""Keys and values of the reference backend, and copies of their blocks in the host's memory."""
+"""Keys and values of the reference backend."""
 
 from collections.abc import Sequence
 
@@ -44,6 +44,5 @@ class ReferenceHostBlocks:
             slots[:] = copied
 
     def _slots(self, group: int, block: int) -> list[Floats]:
-        """Views of the keys and the values in a block."""
         store, first = self._stores[group], block * self._block_size
         return [cache[:, first : first + self._block_size] for cache in (store.keys, store.values)]

@@ -19,8 +19,6 @@ Floats = NDArray[np.float64]
 
 
 class Memory(Protocol):
-    """The weights, KV and adapters that a step reads and writes."""
-
     kv: KvConfig
     stores: list[Store]  # by KV group
     places: dict[int, tuple[int, int]]  # layer: (KV group, index of the layer in the group)
@@ -76,7 +74,6 @@ class Step:
         return y if bias is None else y + self.w(bias)
 
     def _adapted_rows(self, kind: RowKind) -> Iterator[tuple[int, NDArray[np.bool]]]:
-        """Each adapter of the step, with a mask of its rows."""
         batch = self.batch
         if batch.adapters is None:
             return
@@ -88,8 +85,8 @@ class Step:
             yield number, adapter_of_row == number
 
     def visible(self, group: int) -> list[Ints]:
-        """The KV slots that each row sees without a window, in order: context, earlier rows or
-        ancestors, itself.
+        """The KV slots that each row sees without a window: context, earlier rows or ancestors,
+        itself.
         """
         if group not in self._visible:
             self._visible[group] = self._visible_slots(group)

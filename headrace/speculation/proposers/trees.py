@@ -1,3 +1,5 @@
+"""Builds and prunes draft trees."""
+
 from collections.abc import Iterable
 
 from headrace.batch import DraftTree
