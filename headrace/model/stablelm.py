@@ -1,4 +1,4 @@
-"""The StableLM family (Stability AI 2023-2024): Llama with LayerNorm, a quarter of heads rotated."""
+"""The StableLM family (Stability AI 2023-2024): Llama with LayerNorm and partly rotated heads."""
 
 from dataclasses import replace
 
