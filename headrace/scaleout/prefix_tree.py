@@ -87,13 +87,13 @@ class PrefixTree:
         blocks: Sequence[bytes],
         scope: CacheScope,
         max_blocks: int,
-        found: Sequence[bytes] = (),
+        known_path: Sequence[bytes] = (),
     ) -> None:
         """Add blocks, and evict the least recently used above `max_blocks`.
 
         `found`: result of a `find` just before.
         """
-        path = list(found[:max_blocks])
+        path = list(known_path[:max_blocks])
         parent = path[-1] if path else _root(scope)
         for block in blocks[len(path) : max_blocks]:
             key = parent + block
