@@ -13,12 +13,11 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "smollm2"
 METHODS = ("rtn", "imatrix", "gptq", "awq", "smoothquant")
-"""The methods of `convert/methods.py`, which takes long to import."""
+"""The methods of `convert/methods.py`, whose import is slow."""
 MAX_TOKENS = 2**20
 _MAX_DIGITS = 40
 
 Arguments = argparse._ActionsContainer
-"""A parser, or an argument group of a parser."""
 
 
 def add_model(parser: Arguments, *, optional: bool) -> None:
@@ -82,11 +81,10 @@ PARALLEL = (
     "enable_expert_parallel",
     "enable_sequence_parallel",
 )
-"""Options of `EngineConfig` that `add_parallel` adds."""
 
 
 def add_parallel(parser: argparse.ArgumentParser) -> None:
-    """Add the group of arguments for several ranks, with the names of vLLM."""
+    """Add the arguments for several ranks, with vLLM's names."""
     group = parser.add_argument_group(
         "parallelism", "Processes on this machine, or started by torchrun. Tokens stay the same."
     )
@@ -130,14 +128,13 @@ def add_parallel(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> "EngineOptions":
-    """The options of `add_compute` and `add_parallel` that the command has."""
+    """The options of `add_compute` and `add_parallel` that are set."""
     names = ("backend", "threads", "kv_dtype", "activations", *PARALLEL)
     options = {name: getattr(args, name) for name in names if hasattr(args, name)}
     return cast("EngineOptions", options)
 
 
 def add_calibration(parser: argparse.ArgumentParser) -> None:
-    """Add the group of arguments for the method of quantising, and for the text that it reads."""
     group = parser.add_argument_group("quantisation method")
     group.add_argument(
         "--method",
@@ -173,7 +170,7 @@ def add_json(parser: Arguments) -> None:
 
 
 def whole_number(minimum: int, maximum: int) -> Callable[[str], int]:
-    """An argument type: a whole number within bounds. argparse adds the flag to its errors."""
+    """An argument type: a whole number within bounds."""
 
     def parse(text: str) -> int:
         message = f"{text[:_MAX_DIGITS]!r} is not a whole number from {minimum:,} to {maximum:,}"
@@ -184,7 +181,7 @@ def whole_number(minimum: int, maximum: int) -> Callable[[str], int]:
 
 
 def whole_numbers(minimum: int, maximum: int) -> Callable[[str], tuple[int, ...]]:
-    """An argument type: whole numbers within bounds, separated by commas."""
+    """An argument type: whole numbers separated by commas."""
 
     def parse(text: str) -> tuple[int, ...]:
         message = (

@@ -67,7 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the remaining requests; the exit code is 1 if a response is an error."""
+    """The exit code is 1 if a response is an error."""
     from headrace.cli.serve import follow_if_not_first
     from headrace.cli.server_arguments import check_installed, model_name
 

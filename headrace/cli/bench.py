@@ -39,7 +39,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "latency": {"pp": (512, 2048), "tg": (128,), "depth": (0, 2048), "repetitions": 5},
     "throughput": {"concurrency": (1, 4, 16, 32), "prompt_tokens": 128, "output_tokens": 128},
 }
-"""Settings of each kind of benchmark, with their defaults."""
 _MAY_BE_ZERO = ("pp", "tg", "depth")
 _MAX_SETTING = 2**20
 
@@ -97,10 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _add_setting(group: Arguments, name: str, text: str) -> None:
-    """Add a setting of one kind of benchmark.
-
-    Without the flag the namespace lacks the setting, so that `_settings` can tell it was given.
-    """
+    """Without the flag the namespace lacks the setting, which `_settings` must know."""
     default = next(settings[name] for settings in SETTINGS.values() if name in settings)
     minimum = 0 if name in _MAY_BE_ZERO else 1
     takes_several = isinstance(default, tuple)
@@ -116,7 +112,7 @@ def _add_setting(group: Arguments, name: str, text: str) -> None:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of the requested kind. Raises RequestError for a setting of the other kind."""
+    """The settings of this kind. Raises RequestError for a setting of the other kind."""
     for kind, settings in SETTINGS.items():
         for name in settings.keys() & vars(args).keys():
             if kind != args.kind:

@@ -16,7 +16,7 @@ turn."""
 
 
 class Chat:
-    """A conversation that grows; every response sees all of it."""
+    """A conversation that grows."""
 
     def __init__(
         self,
@@ -26,10 +26,7 @@ class Chat:
         opening: list[dict[str, str]],
         quiet: bool,
     ) -> None:
-        """Start a conversation after the messages in `opening`.
-
-        `raw` sends each line as plain text, without the conversation and the chat template.
-        """
+        """`opening` has the first messages; `raw` sends lines without the chat template."""
         self.session = session
         self.params = params
         self.raw = raw
@@ -38,7 +35,6 @@ class Chat:
         self.messages = list(self.opening)
 
     def loop(self) -> None:
-        """Respond to line after line until the user leaves."""
         enable_line_editor()
         print_stderr("/help for help; Ctrl-D leaves")
         while (line := read_turn()) is not None and line.strip() != "/exit":
@@ -55,10 +51,7 @@ class Chat:
                     self.respond(line)
 
     def respond(self, line: str) -> None:
-        """Print one response.
-
-        A line that does not fit in the context is refused, and the conversation stays unchanged.
-        """
+        """Print one response. A line that exceeds the context leaves the conversation unchanged."""
         messages = [*self.messages, {"role": "user", "content": line}]
         prompt = line if self.raw else messages
         text = ""

@@ -72,9 +72,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def complete(words: Sequence[str]) -> tuple[list[str], bool]:
-    """Complete the last of the words that follow `headrace`.
+    """Complete the last word.
 
-    Returns the candidates, and whether the name of a file may be completed as well.
+    Returns the candidates, and whether a file name may be completed as well.
     """
     from headrace.cli.main import COMMANDS, make_parser
 
@@ -109,7 +109,6 @@ def complete(words: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def _num_positionals(words: Sequence[str], options: dict[str, argparse.Action]) -> int:
-    """Number of words that are neither options nor values of options."""
     count = 0
     takes_value = False
     for word in words:
@@ -123,7 +122,6 @@ def _num_positionals(words: Sequence[str], options: dict[str, argparse.Action]) 
 
 
 def _values(action: argparse.Action, current: str) -> tuple[list[str], bool]:
-    """Candidates for the value of an option or argument."""
     if action.choices is not None:
         return _matching(action.choices, current), False
     metavar = str(action.metavar)

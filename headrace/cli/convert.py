@@ -125,7 +125,6 @@ def _write_folder(
 
 
 def _calibration(args: argparse.Namespace, checkpoint: "Checkpoint") -> list[list[int]]:
-    """The pieces of text that the method reads; empty for rtn."""
     from headrace.convert.texts import calibration_pieces
 
     if args.method == "rtn":

@@ -79,10 +79,7 @@ def _print(facts: dict[str, Any]) -> None:
 
 
 def _numa_nodes(counts: dict[int, int]) -> str:
-    """The NUMA nodes, and how to bind an engine to one node.
-
-    A page of weights or KV lies on the node of the thread that writes it first.
-    """
+    """A page of weights or KV lies on the NUMA node of the thread that writes it first."""
     if len(counts) < 2:
         return "one for all cores" if counts else "unknown"
     nodes = ", ".join(f"node {node} near {count} processors" for node, count in counts.items())

@@ -28,16 +28,13 @@ from headrace.outputs import DraftStats
 from headrace.stats import BlockMap, GroupMap, Holding, KvStats, SequenceStats, Stats
 
 Record = dict[str, Any]
-"""State of an engine, with `stats` a `Stats` and `map` a `BlockMap`; times are seconds since the
-epoch.
-"""
+"""State of an engine: a `Stats` and a `BlockMap`; times are seconds since the epoch."""
 
 _MAX_RECORD_BYTES = 16 << 20
 _MAX_WAIT = 2 * FRESH
-"""Maximum seconds to wait for the first record."""
 _REDRAW_SECONDS = 0.5
 _STALE_SECONDS = 10.0
-"""Age in seconds from which the record of a dead process is deleted."""
+"""Age in seconds after which a dead process's record is deleted."""
 _RATIOS = (
     "kv_bytes",
     "kv_bytes_used",
@@ -48,14 +45,12 @@ _RATIOS = (
     "prefix_hit_rate",
     "acceptance_rate",
 )
-"""Properties of `Stats` that its JSON has next to its fields."""
 
 
 class EngineWatcher:
-    """Watches all engines of this user, or of one process.
+    """Watches the engines of this user, or of one process, if read about once a second.
 
-    Engines keep writing records as long as `read` is called about once a second. Raises
-    RequestError if other users can access the folder of the records.
+    Raises RequestError if other users can access the records' folder.
     """
 
     def __init__(self, pid: int | None = None, *, with_map: bool = False) -> None:
@@ -81,10 +76,7 @@ class EngineWatcher:
         time.sleep(_REDRAW_SECONDS)
 
     def wait(self) -> list[Record]:
-        """Wait for records written since the start.
-
-        Returns all records of the first second, or the first record that arrives later.
-        """
+        """Wait for the records of the first second, or for the first later record."""
         deadline = self.now() + _MAX_WAIT
         while self.now() < deadline:
             time.sleep(INTERVAL / 2)
@@ -112,7 +104,9 @@ class EngineWatcher:
         )
 
     def _touch(self) -> None:
-        """Mark the folder as watched. The file is written in place: engines read it meanwhile."""
+        """Mark the folder as watched. Engines read the file meanwhile, so it is written in
+        place.
+        """
         try:
             (self._folder / WATCH).write_text(self._text)
         except OSError as error:
@@ -121,7 +115,7 @@ class EngineWatcher:
             ) from None
 
     def _read_record(self, file: Path) -> Record | None:
-        """The record; None if the file has vanished, has another version, or is no record."""
+        """None if the file has vanished or is no record of this version."""
         try:
             is_stale = self.now() - file.stat().st_mtime > _STALE_SECONDS
             if is_stale and not _is_alive(int(file.stem.partition("-")[0])):
@@ -143,7 +137,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def record_facts(record: Record) -> Record:
-    """The record as JSON, with the ratios that follow from its counts."""
+    """The record as JSON, with ratios of its counts."""
     stats: Stats = record["stats"]
     ratios = {name: getattr(stats, name) for name in _RATIOS}
     kv = [group._asdict() for group in stats.kv]
@@ -162,11 +156,10 @@ _FIELDS = {
     "sequences_left_off": int,
 }
 _CONFIG_NUMBERS = {"max_num_seqs": int, "max_num_batched_tokens": int, "max_model_len": int}
-"""Settings that are used as numbers; the others are only shown."""
 
 
 def parse_record(data: bytes) -> Record:
-    """Parse and check a record. Raises ValueError for anything but a record of this version."""
+    """Parse and check a record. Raises ValueError."""
     try:
         values = json.loads(data)
     except RecursionError:
@@ -249,7 +242,6 @@ def _parse_blocks(values: object, minimum: int, end: int) -> list[int]:
 
 
 def _parse_tuple(cls: Any, values: object) -> Any:
-    """Make a NamedTuple and check its plain fields; the caller has checked the others."""
     fields = _fields_of(cls, values)
     return cls(
         **{
@@ -261,7 +253,6 @@ def _parse_tuple(cls: Any, values: object) -> Any:
 
 
 def _fields_of(cls: Any, values: object) -> dict[str, Any]:
-    """The fields of a NamedTuple by name, from an object or from a list in their order."""
     if isinstance(values, list | tuple) and len(values) <= len(cls._fields):
         values = dict(zip(cls._fields, values, strict=False))
     required = set(cls._fields) - set(cls._field_defaults)
@@ -271,7 +262,6 @@ def _fields_of(cls: Any, values: object) -> dict[str, Any]:
 
 
 def _checked(name: str, kind: Any, value: Any) -> Any:
-    """A number within bounds, or a text; values of other kinds are returned unchecked."""
     if kind is str and not isinstance(value, str):
         raise ValueError(f"{name} is not a text")
     if kind in (int, float):

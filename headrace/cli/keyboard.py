@@ -9,14 +9,11 @@ from headrace.cli.signals import resume_after
 from headrace.cli.terminal import is_dumb
 
 _PASTE_SECONDS = 0.05
-"""Seconds within which the next line of a paste arrives; a typist takes longer."""
+"""Seconds within which the next line of a paste arrives."""
 
 
 def enable_line_editor() -> None:
-    """Give `input` a line editor and a history, if readline is installed.
-
-    A bracketed paste then arrives as one line that contains line ends.
-    """
+    """Give `input` line editing, history and bracketed paste, if readline is installed."""
     with suppress(ImportError):
         import readline
 
@@ -25,9 +22,9 @@ def enable_line_editor() -> None:
 
 
 def read_turn() -> str | None:
-    """Read a line, pasted lines, or lines joined by a backslash at the end.
+    """Read a line, pasted lines, or lines joined by a backslash.
 
-    Returns an empty text after Ctrl-C, and None at the end of the input.
+    Returns "" after Ctrl-C, None at the end.
     """
     text = ""
     try:
@@ -49,7 +46,6 @@ def read_turn() -> str | None:
 
 
 def _has_more_input() -> bool:
-    """Whether more lines of a paste follow; without bracketed paste, each line end ends `input`."""
     try:
         with _unbuffered(sys.stdin.fileno()):
             return bool(select.select([sys.stdin], [], [], _PASTE_SECONDS)[0])

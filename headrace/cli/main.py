@@ -34,8 +34,8 @@ COMMANDS = {
     "doctor": "measure this machine, and test the engine on it",
     "completion": "print a completion script for bash, zsh or fish",
 }
-"""Each command is a module of this package with `EXAMPLES`, `configure(parser)` and `run(args)`,
-which returns the exit code.
+"""Modules of this package with `EXAMPLES`, `configure(parser)` and `run(args)`, which returns
+the exit code.
 """
 
 HELP = f"""usage: headrace COMMAND ...
@@ -51,7 +51,6 @@ Run transformer language models on your own hardware.
 """
 
 _MAX_MESSAGE = 1000
-"""Maximum characters of an error message."""
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 _OUT_OF_MEMORY = (
     "out of memory: lower --max-model-len, use a smaller model or a smaller --kv-dtype, or raise "
@@ -60,7 +59,7 @@ _OUT_OF_MEMORY = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command line and return its exit code. Every error becomes one line on stderr."""
+    """Run one command line and return its exit code. Errors become one line on stderr."""
     code, message = 0, ""
     try:
         code = _dispatch(argv)
@@ -75,10 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def fail(message: str, code: int) -> int:
-    """Print an error as one line on stderr, and return the exit code.
-
-    Names from files and arguments may have control characters and any length.
-    """
+    """Print an error as one clean line on stderr, and return the exit code."""
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(message.split()))
     if len(line) >= _MAX_MESSAGE:
         line = f"{line[: _MAX_MESSAGE // 2]} [...] {line[-_MAX_MESSAGE // 2 :]}"
@@ -92,9 +88,9 @@ def _settle_stderr(code: int) -> int:
 
 
 def _settle(stream: TextIO) -> OSError | None:
-    """Flush a stream; returns the error if that fails.
+    """Flush a stream; returns its error.
 
-    A stream that fails is redirected to /dev/null, so that the interpreter can exit.
+    A failed stream is redirected to /dev/null, so that the interpreter can exit.
     """
     try:
         stream.flush()
@@ -105,9 +101,7 @@ def _settle(stream: TextIO) -> OSError | None:
 
 
 def _interrupt_before(error: BaseException) -> BaseException | None:
-    """The signal that the error follows from, if there is one: argparse fails while it cleans
-    up.
-    """
+    """The signal behind an error: argparse fails while it cleans up."""
     before: BaseException | None = error
     while before and not isinstance(before, KeyboardInterrupt):
         before = before.__context__
@@ -115,7 +109,6 @@ def _interrupt_before(error: BaseException) -> BaseException | None:
 
 
 def _explain(error: BaseException) -> tuple[int, str]:
-    """Exit code and message of an error; the message may be empty."""
     match error:
         case HeadraceError():
             return error.exit_code, str(error)
@@ -177,7 +170,6 @@ def make_parser(command: str) -> "Parser":
 
 
 def _usage(parser: argparse.ArgumentParser) -> str:
-    """The arguments that are not optional, and `[OPTION ...]` for all others."""
     words = [parser.prog, "[OPTION ...]"]
     for action in parser._actions:
         if action.option_strings and action.required:
@@ -200,7 +192,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with options anywhere between the arguments, suggestions, and one-line errors."""
+    """argparse with suggestions, one-line errors, and options anywhere between arguments."""
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         args, unknown = self.parse_known_intermixed_args(argv)

@@ -7,7 +7,7 @@ from headrace.errors import HeadraceError, RequestError
 
 
 def check_writable(flag: str, path: Path) -> None:
-    """Raise RequestError, before any work is done, if the file cannot be written."""
+    """Raise RequestError, before any work, if the file cannot be written."""
     folder = path.absolute().parent
     is_writable = os.access(path if path.exists() else folder, os.W_OK)
     if path.is_dir() or not folder.is_dir() or not is_writable:
@@ -18,7 +18,7 @@ def check_writable(flag: str, path: Path) -> None:
 
 
 def write(flag: str, path: Path, text: str, *, append: bool = False) -> None:
-    """Write or append the text. Raises HeadraceError."""
+    """Raises HeadraceError."""
     try:
         with path.open("a" if append else "w", encoding="utf-8") as file:
             file.write(text)

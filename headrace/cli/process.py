@@ -10,7 +10,6 @@ from headrace.cli import signals
 from headrace.cli.main import fail, main
 
 _GC_THRESHOLD = 100_000
-"""New objects until Python's garbage collector runs."""
 
 
 def run_process() -> NoReturn:
@@ -27,7 +26,6 @@ def run_process() -> NoReturn:
 
 
 def _start_fast() -> None:
-    """Turn off start-up work of Python and NumPy that this program does not need."""
     # Objects of modules and vocabularies stay, and by default the collector visits them often.
     gc.set_threshold(_GC_THRESHOLD)
     # The BLAS threads of NumPy would spin next to our own; only tests compute with NumPy's BLAS.
@@ -35,10 +33,7 @@ def _start_fast() -> None:
 
 
 def _open_streams() -> None:
-    """Open closed streams on /dev/null, and let all streams replace characters they cannot encode.
-
-    Without this, the next file that is opened would get the number of a closed stream.
-    """
+    """Open closed streams on /dev/null, so that no other file gets their numbers."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))

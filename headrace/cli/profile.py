@@ -35,7 +35,7 @@ EXAMPLES = """\
 _BATCHES = "1,4,8,16,32"
 _MAX_COUNT = 2**20
 _DRIFT = 0.1
-"""Relative difference of measurements from which a note is printed."""
+"""Relative difference of measurements that causes a note."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -162,7 +162,6 @@ def _print_report(report: "ProfileReport") -> None:
 
 
 def _machine_figures(report: "ProfileReport") -> dict[str, str]:
-    """Each measured rate, with the range of its measurements."""
     machines = report.machines
     bandwidths = [machine.bandwidth for machine in machines]
     figures = {"memory read": _with_range(report.machine.bandwidth, bandwidths, "GB/s")}
@@ -244,7 +243,6 @@ def _op_row(op: "OpProfile", phase_seconds: float) -> list[str]:
 
 
 def _amount_cells(amount: int, unit: float, seconds: float, share: float) -> list[str]:
-    """Cells of bytes or operations: the amount, the rate in giga per second, and its share."""
     if not amount:
         return ["-", "-", "-"]
     if not seconds:
@@ -330,5 +328,4 @@ def _percent(share: float) -> str:
 
 
 def _number(number: float) -> str:
-    """The number with three significant digits, or with all digits before the point."""
     return f"{number:,.{0 if number >= 99.95 else 1 if number >= 9.995 else 2}f}"

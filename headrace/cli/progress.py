@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress_bar() -> Iterator["ProgressCallback"]:
-    """Show the current step and the completed share that the callback receives."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -12,7 +12,6 @@ from headrace.prompts import Message, Prompt
 from headrace.sampling_params import SamplingParams
 
 SEPARATOR = "\n---\n"
-"""Text between the responses to one prompt."""
 
 
 def print_responses(
@@ -25,7 +24,7 @@ def print_responses(
 ) -> None:
     """Print `params.n` responses on stdout, and the closing line on stderr.
 
-    After a signal, print the text so far, then raise Ended.
+    Raises Ended after a signal.
     """
     with signals.deferred() as stop:
         updates = session.generate(prompt, params, stop)
@@ -48,10 +47,7 @@ def print_responses(
 
 
 def in_order(updates: Iterable[Update], count: int) -> Iterator[str]:
-    """Yield the text of one response after another, as soon as possible.
-
-    The text of a later response waits until the earlier responses have ended.
-    """
+    """Yield the text of one response after another, as soon as possible."""
     waiting = [""] * count
     ended: set[int] = set()
     current = 0
@@ -74,10 +70,7 @@ def in_order(updates: Iterable[Update], count: int) -> Iterator[str]:
 
 
 def response_records(result: RequestOutput) -> Iterator[dict[str, Any]]:
-    """Yield a JSON object for each response.
-
-    `timing`, in seconds, and `drafts` belong to the whole request.
-    """
+    """Yield a JSON object per response. `timing` (seconds) and `drafts` belong to the request."""
     timing = {name: getattr(result.timing, name) for name in ("queue", "prefill", "decode")}
     drafts = {method: stats._asdict() for method, stats in result.drafts.items()}
     for output in result.outputs:

@@ -47,9 +47,7 @@ _DEFAULTS: dict[str, Any] = {
     for field in fields(record)
 }
 _DEFAULTS |= {**INTERACTIVE.engine, **INTERACTIVE.sampling}
-"""Default of each option, by field. Both records have a `seed`; `--seed` sets the one in
-`SamplingParams`.
-"""
+"""Default of each option. `--seed` sets the seed in `SamplingParams`."""
 _SAMPLING_OPTIONS = [field for field in SAMPLING_FIELDS.values() if field.metavar]
 _ENGINE_OPTIONS = (
     "backend",
@@ -247,7 +245,7 @@ def _adapter(lora: str | None) -> tuple[str, str] | None:
 
 
 def _prompt(args: argparse.Namespace) -> str | None:
-    """The prompt; None for a chat. `headrace run -` sends stdin to the default model."""
+    """The prompt; None for a chat."""
     prompt: str | None = args.prompt
     if args.model == "-" and prompt is None:
         args.model, prompt = DEFAULT_MODEL, "-"
@@ -268,7 +266,6 @@ def _prompt(args: argparse.Namespace) -> str | None:
 
 
 def _is_piped() -> bool:
-    """Whether stdin is a pipe or a file, not a terminal or /dev/null."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError, AttributeError):

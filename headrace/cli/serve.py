@@ -213,7 +213,6 @@ def _serve_replicas(args: argparse.Namespace) -> int:
 
 
 def follow_if_not_first(args: argparse.Namespace) -> None:
-    """Run as a worker of rank 0 if torchrun has started this process as another rank."""
     parallel = {name: getattr(args, name) for name in PARALLEL}
     if parallel != {name: _DEFAULTS[name] for name in PARALLEL}:
         from headrace.loader import options, ranks

@@ -18,7 +18,7 @@ _SERVER_PACKAGES = ("msgspec", "prometheus_client", "uvicorn", "httptools")
 
 
 def add_server(parser: argparse.ArgumentParser) -> Arguments:
-    """Add the arguments of a server; returns the group of limits."""
+    """Returns the group of limits."""
     add_model(parser, optional=True)
     _add_network(parser.add_argument_group("network"))
     _add_model_options(parser.add_argument_group("model"))
@@ -113,7 +113,7 @@ def _add_logging(group: Arguments) -> None:
 def settings_of(
     args: argparse.Namespace, *, stall_seconds: float = 60.0, worker: bool = False
 ) -> "Settings":
-    """The settings of the server; also starts the log on stderr."""
+    """Also starts the log on stderr."""
     from headrace.server.serving import stderr_log
     from headrace.server.settings import Settings
 
@@ -141,7 +141,7 @@ def settings_of(
 
 
 def check_installed(feature: str = "the server", extra: str = "server", *packages: str) -> None:
-    """Raise RequestError if a package is missing that the feature needs; `extra` installs it."""
+    """Raise RequestError if a package is missing; `extra` installs it."""
     for package in (*_SERVER_PACKAGES, *packages):
         if find_spec(package) is None:
             raise RequestError(
@@ -150,12 +150,11 @@ def check_installed(feature: str = "the server", extra: str = "server", *package
 
 
 def model_name(model: str) -> str:
-    """The last part of a path, or the name of a model that is no path."""
     return os.path.basename(model.rstrip("/")) or model
 
 
 def announce(state: "ServerState", port: int, *lines: str) -> None:
-    """Print the model, its limits and an example request on stderr, with further `lines`."""
+    """Print the model, its limits and an example request on stderr."""
     info, settings = state.engine.info, state.settings
     assert info is not None, "the engine has started"
     threads = "" if traits_of(info.backend).on_gpu else f", {info.threads} threads"

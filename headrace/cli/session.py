@@ -28,7 +28,7 @@ class Session:
     def __init__(
         self, model: str, config: EngineConfig, adapter: tuple[str, str] | None = None
     ) -> None:
-        """Load the model; `adapter` is the name and the path of a LoRA adapter to use."""
+        """`adapter` is the name and the path of a LoRA adapter."""
         self._engine, self._prompts, _, self._checkpoint = load_model(model, config)
         self.config = self._engine.config
         # All objects of the model stay, so the collector need not visit them, at exit either.
@@ -38,9 +38,7 @@ class Session:
             atexit.register(gc.unfreeze)
 
         self.result: RequestOutput | None = None
-        """The last response."""
         self._beam_width: int | None = None
-        """Beams of the last response; None without a beam search."""
         self._adapter_name = adapter[0] if adapter else None
         self._adapter: Adapter = {}
         if adapter:
@@ -66,10 +64,10 @@ class Session:
     def generate(
         self, prompt: Prompt | Sequence[Message], params: SamplingParams, stop: Stop
     ) -> Iterator[Update]:
-        """Continue a text or respond to a conversation; `stop` ends it. Sets `result`.
+        """Generate a response and set `result`; `stop` ends it.
 
-        Raises RequestError if the prompt does not fit in the context, and the error of the request
-        if it fails.
+        Raises RequestError if the prompt exceeds the context, and the error of a failed
+        request.
         """
         token_ids, text = self._prompts.read(prompt)
         request_id = self._engine.add_request(
@@ -87,7 +85,7 @@ class Session:
             raise self.result.error
 
     def closing_line(self) -> str:
-        """Tokens and speed of the last response, and the limit of its steps on this machine."""
+        """Tokens and speed of the last response, and its limit on this machine."""
         result = self.result
         if result is None:
             return ""
@@ -118,7 +116,6 @@ class Session:
         return text
 
     def _share_of_limit(self, result: RequestOutput) -> float:
-        """Minimum time of the decode steps over the time that they took; 0 without decode steps."""
         config = self.config
         traced = model_program(config, self._checkpoint)
         lowered = lower_program(config.backend, traced, self._checkpoint.tensors)

@@ -92,7 +92,6 @@ def _weight_figures(facts: dict[str, Any]) -> dict[str, str]:
 
 
 def _kv_group_figures(groups: list[dict[str, Any]]) -> dict[str, str]:
-    """A line for each KV group, unless one group without a window has all layers."""
     if len(groups) == 1 and not groups[0]["window"]:
         return {}
     figures = {}
@@ -160,7 +159,6 @@ def _print_limits(limits: dict[str, float] | None) -> None:
 
 
 def _sizes(num_bytes: dict[str, int]) -> str:
-    """Sizes by number format: `1.2 MB in bf16, 2.4 MB in f32`."""
     from headrace.measure.table import size
 
     return ", ".join(f"{size(nbytes)} in {name}" for name, nbytes in num_bytes.items())

@@ -17,8 +17,6 @@ _SIGNALS = [
 
 
 class Ended(KeyboardInterrupt):
-    """A signal that ends the command line."""
-
     def __init__(self, number: int = signal.SIGINT) -> None:
         super().__init__(number)
         self.number = number
@@ -29,8 +27,6 @@ class Ended(KeyboardInterrupt):
 
 
 class Stop:
-    """Holds the signal that stops the current response, once it has arrived."""
-
     def __init__(self) -> None:
         self.ended: Ended | None = None
 
@@ -39,16 +35,13 @@ class Stop:
 
 
 def raise_on_signal() -> None:
-    """From now on the first signal raises Ended, and a second one ends the process immediately.
-
-    Signals that are ignored stay ignored.
-    """
+    """The first signal raises Ended, a second ends the process. Ignored signals stay ignored."""
     sys.unraisablehook = _unraisable
     _set_handler(_raise)
 
 
 def resume_after(interrupt: KeyboardInterrupt) -> None:
-    """Accept the next Ctrl-C after this one; raises the interrupt of any other signal again."""
+    """Accept the next Ctrl-C; raises any other signal again."""
     if isinstance(interrupt, Ended):
         if interrupt.number != signal.SIGINT:
             raise interrupt
@@ -56,13 +49,12 @@ def resume_after(interrupt: KeyboardInterrupt) -> None:
 
 
 def exit_on_signal() -> None:
-    """From now on a signal ends the process immediately."""
     _set_handler(_exit)
 
 
 @contextmanager
 def deferred() -> Iterator[Stop]:
-    """Store a signal in a `Stop` instead of raising it, so that it interrupts no engine step."""
+    """Store a signal in a `Stop`, so that it interrupts no engine step."""
     stop = Stop()
 
     def store(number: int, frame: FrameType | None) -> None:
@@ -77,7 +69,6 @@ def deferred() -> Iterator[Stop]:
 
 
 def _set_handler(handler: Callable[[int, FrameType | None], Any]) -> dict[int, Any]:
-    """Set the handler of all signals that are not ignored; returns their previous handlers."""
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     previous = {number: old for number, old in handlers.items() if old != signal.SIG_IGN}
     for number in previous:

@@ -48,10 +48,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Update the screen until Ctrl-C.
-
-    With --once, --json or --map, or on a terminal that cannot be redrawn, print the current state.
-    """
     from headrace.cli.engine_records import EngineWatcher, record_facts
     from headrace.measure.table import print_json
 

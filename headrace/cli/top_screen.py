@@ -15,7 +15,7 @@ from headrace.measure.table import printable
 from headrace.stats import KvStats, Stats, ratio
 
 _INACTIVE_SECONDS = 2.0
-"""Age of a record from which an engine without requests is called inactive."""
+"""Age of a record of an inactive engine without requests."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _STATES = {
@@ -30,10 +30,7 @@ _STATES = {
 def screen(
     records: Sequence[Record], now: float, width: int = 100, rows: int = 40
 ) -> RenderableType:
-    """All engines, and the first one in full.
-
-    `width` is the number of columns, `rows` the maximum number of sequences.
-    """
+    """Show all engines in `width` columns, the first with at most `rows` sequences."""
     parts: list[RenderableType] = [_engines(records, now)] if len(records) > 1 else []
     record = records[0]
     return Group(
@@ -42,7 +39,7 @@ def screen(
 
 
 def bar(share: float, width: int, *, warns: bool = False) -> Text:
-    """A bar in eighths of a character; with `warns` its colour changes from 80 % on."""
+    """A bar in eighths of a character; `warns` colours it from 80 % on."""
     eighths = round(8 * width * min(1.0, max(0.0, share)))
     whole, rest = divmod(eighths, 8)
     filled = "█" * whole + (_EIGHTHS[rest] if rest else "")
@@ -53,7 +50,6 @@ def bar(share: float, width: int, *, warns: bool = False) -> Text:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A character for each value, in eighths of the largest value."""
     largest = max(values, default=0.0)
     if not largest:
         return _SPARKS[0] * len(values)
@@ -61,7 +57,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as `4.2 s`, `3:07` or `2:03:07`."""
+    """`4.2 s`, `3:07` or `2:03:07`."""
     if seconds < 60:
         return f"{max(0.0, seconds):.1f} s"
     minutes, whole_seconds = divmod(int(seconds), 60)
@@ -114,7 +110,6 @@ def _head(record: Record, now: float, width: int) -> Panel:
 
 
 def _settings(record: Record, now: float) -> list[str]:
-    """The settings of an engine, without the defaults of batching and proposer."""
     config = record["config"]
     backend, batching, proposer = (
         config.get("backend"),

@@ -7,7 +7,7 @@ from headrace.planner import gpu
 
 
 def print_version() -> None:
-    """Print a few plain lines; imports neither NumPy nor torch."""
+    """Imports neither NumPy nor torch."""
     print(f"headrace {version('headrace')}")
     try:
         from headrace import _native

@@ -1,7 +1,6 @@
-"""Latency and throughput of a model under synthetic load, next to the limits of the roofline.
+"""Latency and throughput under synthetic load, next to the limits of the roofline.
 
-Prompts are random tokens and decoding is greedy. Every prompt is new, so the prefix cache never
-helps. The limits follow from a measurement of the machine at the start of the benchmark.
+Random prompts never hit the prefix cache, and decoding is greedy.
 """
 
 import os
@@ -37,24 +36,22 @@ from headrace.sampling_params import SamplingParams
 
 @frozen(kw_only=True)
 class BenchSetup:
-    """The model, the engine and the machine of a benchmark."""
+    """The facts of a benchmark."""
 
     model: str
     name: str
     file_bytes: int
     parameters: int
     version: str
-    """Version of Headrace."""
     date: str
     """UTC time of the start, in ISO 8601."""
     backend: str
     isa: str
-    """Instruction set of the kernels."""
     machine: Machine
     kv_dtype: str
 
     def facts(self) -> dict[str, Any]:
-        """The setup as JSON; bandwidth is bytes/s, rates are operations/s."""
+        """The setup as JSON, in bytes/s and operations/s."""
         facts = {name: value for name, value in vars(self).items() if name != "machine"}
         return facts | {
             "cpu": self.machine.cpu,
@@ -66,7 +63,7 @@ class BenchSetup:
 
 @frozen(kw_only=True)
 class LatencyRow:
-    """Speed of one request: of its prompt (`pp`), or of the tokens that it generates (`tg`)."""
+    """Speed of one request: of its prompt (`pp`), or of its output (`tg`)."""
 
     setup: BenchSetup
     test: str
@@ -89,24 +86,22 @@ class LatencyRow:
     """Seconds of each run, by figure."""
 
     def facts(self) -> dict[str, Any]:
-        """The row as JSON, with its setup."""
         return {"kind": "latency"} | _row_facts(self)
 
 
 @frozen(kw_only=True)
 class ThroughputRow:
-    """Output speed and latencies of requests that are submitted at the same time."""
+    """Speed and latencies of requests that are submitted together."""
 
     setup: BenchSetup
     test: str
     concurrency: int
-    """Number of requests."""
     prompt_tokens: int
     """Length of each prompt."""
     output_tokens: int
     """Length of each output."""
     tokens_per_second: float
-    """Output tokens of all requests, over the time until the last of them."""
+    """Output tokens of all requests over the whole time."""
     first_token: float | None
     """Median seconds from the request to its first token."""
     first_token_p95: float | None
@@ -122,7 +117,6 @@ class ThroughputRow:
     """Seconds of the run, of each first token, and between all tokens."""
 
     def facts(self) -> dict[str, Any]:
-        """The row as JSON, with its setup."""
         return {"kind": "throughput"} | _row_facts(self)
 
 
@@ -144,16 +138,13 @@ def bench_latency(
     """Measure prompt and decode speed of one request, at each depth of context.
 
     Args:
-        model: a model, named as for `LLM`.
-        prompt_tokens: numbers of prompt tokens to time, after a prompt of each depth; 0 is skipped.
-        output_tokens: numbers of output tokens to time, after the first one; 0 is skipped.
+        prompt_tokens: numbers of prompt tokens to time; 0 is skipped.
+        output_tokens: numbers of output tokens to time; 0 is skipped.
         depths: tokens of context before the timed tokens.
-        repetitions: timed runs of each test, after one run that warms up.
-        on_progress: receives the current step.
+        repetitions: timed runs of each test.
         options: fields of `EngineConfig`.
 
-    Yields a row as soon as it is measured. Raises RequestError if a test exceeds the context of
-    the model.
+    Yields a row when it is measured. Raises RequestError if a test exceeds the context.
     """
     longest_prompt, longest_output = max(prompt_tokens, default=0), max(output_tokens, default=0)
     if not longest_prompt and not longest_output:
@@ -196,16 +187,8 @@ def bench_throughput(
 ) -> Iterator[ThroughputRow]:
     """Measure output speed and latencies of many requests at the same time.
 
-    Args:
-        model: a model, named as for `LLM`.
-        concurrency: numbers of requests that are submitted together; each makes a row.
-        prompt_tokens: length of each prompt.
-        output_tokens: length of each output.
-        on_progress: receives the current step.
-        options: fields of `EngineConfig`.
-
-    Yields a row as soon as it is measured. Raises RequestError if a request exceeds the context of
-    the model.
+    Each number in `concurrency` makes a row, which is yielded when it is measured. `options`
+    are fields of `EngineConfig`. Raises RequestError if a request exceeds the context.
     """
     length = prompt_tokens + output_tokens
     checkpoint, config = _open(model, options, length, max_num_seqs=max(concurrency))
@@ -229,7 +212,6 @@ def bench_throughput(
 def _open(
     model: str, options: EngineOptions, length: int, max_num_seqs: int
 ) -> tuple[Checkpoint, EngineConfig]:
-    """Open the model, and configure an engine for sequences of `length` tokens."""
     lengths = {"max_model_len": length, "max_num_seqs": max_num_seqs}
     config = engine_config({**options, **lengths}, OFFLINE)
     checkpoint = open_checkpoint(resolve(model))
@@ -272,7 +254,7 @@ def _setup(
 
 
 class Run(NamedTuple):
-    """Times of one run of requests that are submitted together, in seconds from that moment."""
+    """Times of one run, in seconds from the submission."""
 
     tokens: list[list[float]]
     """Time of each output token of each request."""
@@ -280,16 +262,13 @@ class Run(NamedTuple):
     """Number of rows computed so far, and the time, after each step."""
 
     def seconds_at(self, row: int) -> float:
-        """Time at which `row` rows were computed; rows of a step are spread evenly over it."""
+        """Seconds after which `row` rows were computed, spread evenly over a step."""
         counts, times = zip((0, 0.0), *self.rows, strict=True)
         return float(np.interp(row, counts, times))
 
 
 class Bench:
-    """A loaded model under synthetic load: random prompts, greedy decoding, no end token.
-
-    Use it in a `with` block.
-    """
+    """A loaded model under synthetic load. Use it in a `with` block."""
 
     def __init__(self, model: str, config: EngineConfig) -> None:
         self._engine, _, _, self.checkpoint = load_model(model, config)
@@ -307,12 +286,12 @@ class Bench:
         self._engine.close()
 
     def repeat(self, repetitions: int, prompt_len: int, num_tokens: int) -> list[Run]:
-        """Run one request `repetitions` times, after one run that warms up."""
+        """Time one request `repetitions` times, after a run that warms up."""
         self.run(1, prompt_len, num_tokens)
         return [self.run(1, prompt_len, num_tokens) for _ in range(repetitions)]
 
     def run(self, num_requests: int, prompt_len: int, num_tokens: int) -> Run:
-        """Submit the requests together and wait for all. Raises the error of a failed request."""
+        """Submit the requests together. Raises the error of a failed request."""
         engine = self._engine
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         vocab_size = self.checkpoint.spec.vocab_size
@@ -337,10 +316,7 @@ class Bench:
 
 
 class SpeedLimits:
-    """Maximum tokens/s of a model on a machine by the roofline.
-
-    The backend and the number format of KV come from `config`.
-    """
+    """Maximum tokens/s of a model by the roofline."""
 
     def __init__(self, checkpoint: Checkpoint, machine: Machine, config: EngineConfig) -> None:
         traced = trace_model(checkpoint.spec, checkpoint.tensors)
@@ -349,23 +325,18 @@ class SpeedLimits:
         self._kv_bytes = number_bytes(self._program.kv_groups, config.kv_dtype)
 
     def prompt(self, tokens: int, depth: int) -> float:
-        """Prompt tokens/s from token `depth` to token `depth + tokens`."""
         seconds = self._prefill_seconds(depth + tokens) - self._prefill_seconds(depth)
         return tokens / seconds
 
     def decode(self, tokens: int, depth: int, num_requests: int = 1) -> float:
-        """Output tokens/s of all requests while each grows from `depth` to `depth + tokens`."""
+        """Output tokens/s of all requests from `depth` to `depth + tokens`."""
         mean_depth = depth + tokens // 2
         return roofline.decode_limit(
             self._program, self._machine, mean_depth, self._kv_bytes, num_requests
         )
 
     def output(self, num_requests: int, prompt_tokens: int, output_tokens: int) -> float:
-        """Output tokens/s of a whole run.
-
-        One step computes all prompts and the first tokens; then each step computes a row of each
-        request.
-        """
+        """Output tokens/s of a whole run. One step computes all prompts."""
         prompts = StepSize(((0, prompt_tokens),) * num_requests, num_requests, self._kv_bytes)
         seconds = roofline.step_seconds(self._program, prompts, self._machine)
         num_decoded = output_tokens - 1

@@ -1,4 +1,4 @@
-"""Acceptance and cost of draft models, and the speedup to expect from speculative decoding."""
+"""Measures draft models, and the speedup of speculative decoding."""
 
 import statistics
 import time
@@ -38,28 +38,23 @@ from headrace.validation import integer
 
 PROMPT = "Write a short story about a miller who builds a channel to bring water to the mill.\n\n"
 MIN_SPEEDUP = 1.05
-"""Expected speedup below which no draft model is tried: the estimate is not that exact."""
 TRIAL_RUNS = 3
 _EIGHTHS = (2, 3, 4, 5, 6, 7)
 """Numbers of first layers to measure by default, in eighths of all layers."""
 _CHUNK = 64
-"""Rows of a step that scores text; the logits of all of them are kept."""
+"""Rows of a step, whose logits are all kept."""
 _ROUNDS = 15
 _DRAFT_STEPS = 3
-"""Draft steps that are timed in a row: as in a real draft, each finds the caches as the step before
-left them.
-"""
+"""Draft steps timed in a row, so that caches are as in a real draft."""
 
 
 @frozen(kw_only=True)
 class MeasuredDraft:
-    """Acceptance and costs of a draft model."""
-
     name: str
     layers: int | None
     """Number of the model's first layers that draft; None for another model."""
     acceptance: float
-    """Share of the model's greedy tokens that the draft model predicts after the same text."""
+    """Share of the greedy tokens that the draft model predicts."""
     costs: Costs
 
     @property
@@ -68,7 +63,7 @@ class MeasuredDraft:
         return best_gain(self.acceptance, self.costs)
 
     def engine_options(self) -> dict[str, Any]:
-        """Options of `LLM` that use this draft model, without the depth."""
+        """Options of `LLM` for this draft model, without the depth."""
         if self.layers is None:
             return {"proposer": "draft_model", "draft_model": self.name}
         return {"proposer": "self_draft", "draft_layers": self.layers}
@@ -79,14 +74,12 @@ class Trial:
     """Speculative decoding, timed against plain decoding."""
 
     options: dict[str, Any]
-    """Options of `LLM` that were tried."""
     tokens_per_step: float
     speedups: tuple[float, ...]
     """Plain seconds over speculative seconds, of each run."""
 
     @property
     def speed(self) -> float:
-        """Median speedup."""
         return statistics.median(self.speedups)
 
     @property
@@ -107,7 +100,7 @@ class Calibration:
         return max(self.drafts, key=lambda draft: draft.best.speedup)
 
     def facts(self) -> dict[str, Any]:
-        """The calibration as JSON; times are seconds."""
+        """The calibration as JSON, in seconds."""
         trial = self.trial and {
             "options": self.trial.options,
             "tokens_per_step": self.trial.tokens_per_step,
@@ -143,24 +136,19 @@ def calibrate(
     threads: int = EngineConfig.threads,
     on_progress: ProgressCallback = ignore_progress,
 ) -> Calibration:
-    """Measure whether speculative decoding saves time for a model, and with which draft model.
-
-    The model writes a text, and each draft model predicts every token of it. Acceptance and step
-    times give the expected speedup; the best draft model is then timed against plain decoding.
+    """Measure whether speculative decoding saves time, and with which draft model.
 
     Args:
-        model: a model, named as for `LLM`.
-        draft_model: a smaller model with the same vocabulary, measured next to first layers.
-        layers: numbers of first layers of the model to measure; by default eighths of all.
-        prompt: start of the text; a typical prompt of the application is best.
-        tokens: tokens of the text that the model writes.
+        draft_model: a smaller model with the same vocabulary, measured next to first
+            layers.
+        layers: numbers of first layers to measure; by default eighths of all.
+        prompt: start of the text that the model writes.
+        tokens: length of that text.
         max_depth: maximum draft tokens in a row.
-        backend: compute backend, as in `EngineConfig`.
-        threads: compute threads; 0: one for each usable core.
-        on_progress: receives the current step.
+        threads: 0: one for each usable core.
 
-    Raises RequestError if the text exceeds the context, or if a number of layers is not below the
-    layers of the model; MemoryLimitError if the models do not fit in memory.
+    Raises RequestError if the text exceeds the context or `layers` the model, and
+    MemoryLimitError.
     """
     integer("tokens", tokens, 1, 2**20)
     integer("max_depth", max_depth, 1, 64)
@@ -199,7 +187,6 @@ class _Text(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Tokens with KV after the deepest draft."""
         return len(self.prompt) + self.num_tokens + self.max_depth + 1
 
 
@@ -243,7 +230,6 @@ def _measure_drafts(
 
 
 def _checked_layers(layers: Sequence[int], num_layers: int, draft_model: str) -> list[int]:
-    """Numbers of first layers to measure. Raises RequestError."""
     if num_layers == 1 and not draft_model:
         raise RequestError(
             "the model has one layer, so its first layers cannot draft; set draft_model to a "
@@ -293,7 +279,7 @@ class _DraftMeter:
     ) -> list[Measured]:
         """Measure acceptance and costs of each draft model.
 
-        The timed steps take turns, so that a busy machine slows all of them, and medians count.
+        The timed steps take turns, so that a busy machine slows all of them.
         """
         acceptances = []
         for number, draft in enumerate(drafts):
@@ -325,13 +311,11 @@ class _DraftMeter:
             self._text.append(int(self._argmax(self._target, self._text[last:], last)[-1]))
 
     def _predictions(self, draft: Executable) -> NDArray[np.int64]:
-        """The most likely next token after each token from the end of the prompt on."""
         return self._argmax(draft, self._text, 0)[self._num_prompt - 1 :]
 
     def _argmax(
         self, executable: Executable, tokens: list[int], computed: int
     ) -> NDArray[np.int64]:  # [tokens]
-        """The most likely next token after each of these tokens, which follow `computed` tokens."""
         parts = [
             self._chunk_argmax(executable, tokens[start : start + _CHUNK], computed + start)
             for start in range(0, len(tokens), _CHUNK)
@@ -347,14 +331,12 @@ class _DraftMeter:
         return tokens_after
 
     def _batch(self, executable: Executable, tokens: list[int], computed: int) -> RaggedBatch:
-        """One sequence with logits for all rows."""
         tables = tuple(Table(self._blocks) for _ in executable.kv_groups)
         batch = batch_of_runs([TokenRun(tokens, computed, tables)], self._block_size, logits=True)
         rows: Ints = np.arange(len(tokens), dtype=np.int32)
         return batch._replace(logit_rows=rows, seq_of=np.zeros_like(rows))
 
     def _step_seconds(self, executable: Executable, rows: int) -> float:
-        """Seconds of one step of `rows` rows after the text."""
         batch = self._batch(executable, self._text[-rows:], len(self._text))
         started = time.perf_counter()
         executable.launch(batch).wait()

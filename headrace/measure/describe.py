@@ -1,4 +1,4 @@
-"""Facts of a model: its shape, its memory, the sequences that fit, and its maximum speed."""
+"""Facts of a model: shape, memory and maximum speed."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -33,10 +33,7 @@ _FORMATS = ("BF16", "Q8_0", "Q6_K", "Q4_K", "Q4_0")
 
 
 def describe(model: str, **options: Unpack[EngineOptions]) -> dict[str, Any]:
-    """All facts of a model, as they go to JSON: bytes, counts and tokens/s.
-
-    No weight is read. A folder with only a `config.json` is described as well.
-    """
+    """All facts as JSON, in bytes, counts and tokens/s. No weight is read."""
     path = resolve(model)
     has_weights = not is_config_only(path)
     checkpoint = open_checkpoint(path) if has_weights else open_dummy_checkpoint(path)
@@ -88,7 +85,6 @@ def _bytes_in_formats(spec: ModelSpec) -> dict[str, int]:
 
 
 def _memory_facts(config: EngineConfig, program: Program, context: int) -> dict[str, Any]:
-    """The backend's memory, and the KV that fits next to the weights, by number format."""
     memory = memory_for(config, program)
     groups, dtypes = program.kv_groups, config.traits.kv_dtypes
     fits = {
@@ -120,10 +116,6 @@ def _kv_group_facts(group: KvGroup, backend: BackendName) -> dict[str, Any]:
 def _rank_facts(
     config: EngineConfig, program: Program, tensors: Mapping[str, StoredTensor]
 ) -> list[dict[str, int]]:
-    """The share of each rank, and the bytes that it receives in steps of 1 row and of 512 rows.
-
-    Empty for a single rank.
-    """
     mesh = mesh_of(config)
     if mesh.ranks == 1:
         return []
@@ -142,7 +134,6 @@ def _rank_facts(
 
 
 def _expert_facts(program: Program, spec: ModelSpec) -> dict[str, int]:
-    """Experts of a mixture-of-experts model, and its active parameters; empty for other models."""
     if not spec.experts:
         return {}
     ops = [op for op in program.ops if isinstance(op, Experts)]
@@ -163,7 +154,6 @@ def _expert_facts(program: Program, spec: ModelSpec) -> dict[str, int]:
 def _sequence_bytes(
     groups: Sequence[KvGroup], dtype: KvDtype, context: int, backend: BackendName
 ) -> int:
-    """KV bytes of a sequence of full length."""
     max_rows, block_size = EngineConfig(backend=backend).max_rows, traits_of(backend).kv_block_size
     return sum(
         group.num_blocks(context, max_rows, block_size) * group.block_bytes(dtype, block_size)
@@ -172,7 +162,6 @@ def _sequence_bytes(
 
 
 def _speed_limits(program: Program, backend: BackendName) -> dict[str, float] | None:
-    """Maximum tokens/s with bf16 KV; None if the machine has not been measured."""
     machine = hardware.cached_machine(backend=backend)
     if machine is None:
         return None

@@ -1,4 +1,4 @@
-"""Quality, size and speed of a model, and of the same model with its matrices quantised."""
+"""Quality, size and speed of a model, plain and quantised."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -46,17 +46,15 @@ _GGUF_FORMATS = frozenset(name for name, encoder in ENCODERS.items() if encoder.
 
 @frozen(kw_only=True)
 class Evaluation:
-    """Size, quality and speed of a model in one format of its matrices."""
+    """Size, quality and speed of a model in one format."""
 
     name: str
-    """The model, or the format that its matrices were quantised to."""
     weight_bytes: int
-    """Bytes of all weights in the backend's memory."""
     bits: float
     """Bits per weight of the quantisable matrices, scales included."""
     quality: Quality
     prefill: float
-    """Tokens/s of one piece of text, computed in one step."""
+    """Tokens/s of one prefill step."""
     decode: float
     """Tokens/s of one sequence."""
     layer_errors: Mapping[int, float]
@@ -89,22 +87,17 @@ def evaluate(
     """Evaluate a model on a text, then the model with its matrices in each of `formats`.
 
     Args:
-        model: a model, named as for `LLM`.
-        formats: names of formats to quantise the matrices to, such as `int4-g64` or `Q4_K`.
-        reference: model to compare with, or `exact` for the model's own weights in float64. By
-            default formats are compared with the model itself; without formats there is no KL.
-        text: path of a text to evaluate on; by default a part of Python's language reference.
-        tokens: number of tokens of the text that count.
-        length: tokens of a piece of text; each piece starts from an empty KV cache.
-        method: how to quantise: `rtn`, `imatrix`, `gptq`, `awq` or `smoothquant`.
-        calibration_text: path of the text that the method reads; by default another part of
-            Python's language reference.
-        calibration_tokens: number of tokens of that text.
+        formats: such as `int4-g64` or `Q4_K`.
+        reference: model to compare with, or `exact` for the model's own weights in
+            float64. By default formats are compared with the model itself.
+        text: path of a text; by default a part of Python's language reference.
+        tokens: number of evaluated tokens.
+        length: tokens of a piece of text, each with an empty KV cache.
+        method: `rtn`, `imatrix`, `gptq`, `awq` or `smoothquant`.
+        calibration_text: path of the text that the method reads.
         by_layer: also measure the relative error of each layer's output.
-        on_progress: receives the current step and its completed share.
 
-    The first result is the model itself. Raises RequestError for a format, a method or a reference
-    that does not fit the model.
+    Raises RequestError for a format, method or reference that does not fit the model.
     """
     if method not in METHODS:
         raise RequestError(f"method {method!r} is unknown; use {', '.join(METHODS)}")
@@ -206,7 +199,6 @@ class _Evaluator:
     def quantise(
         self, name: str, target: Target, method: Method, calibration: list[list[int]]
     ) -> tuple[Mapping[str, "StoredTensor"], Mapping[str, "StoredTensor"]]:
-        """Return all tensors as the method prepared them, and with the matrices quantised."""
         spec = self._checkpoint.spec
         model = prepare_model(
             method,
@@ -281,5 +273,4 @@ class _Evaluator:
 
 
 def _target(name: str) -> Target:
-    """The format of that name. Raises RequestError for an unknown format."""
     return name.upper() if name.upper() in _GGUF_FORMATS else named_format(name)

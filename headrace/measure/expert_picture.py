@@ -1,8 +1,6 @@
-"""SVG picture of the rows of each expert: a row of cells for each layer, a cell for each expert.
+"""SVG picture of the rows of each expert: a row of cells for each layer.
 
-Colour is the logarithm of the rows over the mean: pale is the mean, vermilion more, blue fewer. The
-scale is fixed, so that two pictures compare. Experts stay in their order, because neighbours may
-form a routing group.
+Colour is the logarithm of the rows over the mean, on a fixed scale.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,10 +16,7 @@ _SCALE_HEIGHT, _SCALE_STEPS = 150, 40
 
 
 def expert_map_svg(title: str, loads: Sequence[Sequence[int]]) -> str:
-    """Draw the rows of each expert, [layers of experts, experts], as an SVG document.
-
-    At least one expert must have a row.
-    """
+    """Draw [layers of experts, experts] as an SVG document. An expert must have a row."""
     num_layers, num_experts = len(loads), max(map(len, loads))
     mean = sum(map(sum, loads)) / (num_layers * num_experts)
     width, height = (_RIGHT - _LEFT) / num_experts, min(48.0, max(12.0, 420 / num_layers))
@@ -63,7 +58,6 @@ def _cells(
 
 
 def _colour(octaves: float) -> str:
-    """The colour of a share of the mean, given its binary logarithm."""
     end = _MORE if octaves > 0 else _FEWER
     part = min(abs(octaves) / 2, 1.0)
     pairs = ((int(_PALE[i : i + 2], 16), int(end[i : i + 2], 16)) for i in (1, 3, 5))
@@ -83,7 +77,6 @@ def _frame(
 
 
 def _label_stride(size: float, min_distance: float) -> int:
-    """Number of cells from one label to the next, as a power of two."""
     stride = 1
     while stride * size < min_distance:
         stride *= 2

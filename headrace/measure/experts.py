@@ -1,4 +1,4 @@
-"""Rows that went to each expert in a phase, next to the expectation for uniform routing."""
+"""Rows of each expert, next to the expectation for uniform routing."""
 
 from collections.abc import Sequence
 from statistics import mean
@@ -24,28 +24,26 @@ class ExpertProfile:
     loads: ExpertLoads
     """Rows of all steps together."""
     expected: float
-    """Mean number of distinct experts in a step if routing is uniform, as the op costs assume."""
+    """Mean distinct experts in a step if routing is uniform."""
     measured: float
-    """Mean number of distinct experts in a step, as counted."""
+    """Mean distinct experts in a step."""
 
     @property
     def mean_load(self) -> float:
-        """Rows of each expert if all had the same number."""
         return float(self.loads.mean())
 
     @property
     def max_load(self) -> float:
-        """Rows of the busiest expert of any op, in multiples of the mean."""
+        """In multiples of the mean."""
         return float(self.loads.max()) / self.mean_load
 
     @property
     def min_load(self) -> float:
-        """Rows of the least busy expert of any op, in multiples of the mean."""
+        """In multiples of the mean."""
         return float(self.loads.min()) / self.mean_load
 
 
 def expert_profile(phase: Phase, program: Program, steps: Sequence[ExpertLoads]) -> ExpertProfile:
-    """The routing of a phase; `steps` has the rows of each expert in each step."""
     ops = [op for op in program.ops if isinstance(op, Experts)]
     expected = mean(op.distinct_experts(op.x.num_rows(load)) for load in phase.steps for op in ops)
     measured = mean(float(np.count_nonzero(loads, axis=1).mean()) for loads in steps)

@@ -1,4 +1,4 @@
-"""The Pareto-optimal formats of a model, and the best format within a budget."""
+"""The Pareto-optimal formats of a model."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _UNITS = {"MB": 1e6, "GB": 1e9, "tok/s": 1.0}
 
 
 class Candidate(Protocol):
-    """A format of a model, such as an `Evaluation`."""
+    """A format such as an `Evaluation`."""
 
     @property
     def name(self) -> str: ...
@@ -23,14 +23,10 @@ class Candidate(Protocol):
     def decode(self) -> float: ...
 
     @property
-    def loss(self) -> float:
-        """Loss of quality; less is better."""
-        ...
+    def loss(self) -> float: ...
 
 
 class Budget(NamedTuple):
-    """A maximum of weight bytes, or a minimum of tokens/s."""
-
     limit: float
     is_speed: bool
 
@@ -41,7 +37,7 @@ class Budget(NamedTuple):
 
 
 def parse_budget(text: str) -> Budget:
-    """Parse a budget such as `2GB`, `300MB` or `50tok/s`. Raises RequestError."""
+    """Parse `2GB`, `300MB` or `50tok/s`. Raises RequestError."""
     match = _BUDGET.fullmatch(text.strip())
     if not match or float(match[1]) == 0:
         raise RequestError(
@@ -53,7 +49,7 @@ def parse_budget(text: str) -> Budget:
 
 
 def pareto_frontier(candidates: Sequence[Candidate]) -> list[str]:
-    """Names of the candidates that no other candidate beats in quality and speed, fastest first."""
+    """Names of the candidates that no other beats in quality and speed, fastest first."""
     frontier: list[str] = []
     min_loss = float("inf")
     for candidate in sorted(candidates, key=lambda candidate: (-candidate.decode, candidate.loss)):
@@ -64,10 +60,7 @@ def pareto_frontier(candidates: Sequence[Candidate]) -> list[str]:
 
 
 def best_within(candidates: Sequence[Candidate], budget: Budget) -> str:
-    """Name of the candidate with the lowest loss within the budget.
-
-    Raises RequestError if the budget allows no candidate.
-    """
+    """Name of the best candidate. Raises RequestError if none fits the budget."""
     allowed = [candidate for candidate in candidates if budget.allows(candidate)]
     if allowed:
         return min(allowed, key=lambda candidate: candidate.loss).name

@@ -1,4 +1,4 @@
-"""SVG picture of the formats of a model: quality against speed, with the Pareto frontier."""
+"""SVG picture of quality against speed, with the Pareto frontier."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,11 +10,10 @@ _WIDTH, _HEIGHT = 900, 600
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 860, 84, 530
 _MIN_RADIUS, _MAX_RADIUS = 4.0, 16.0
 _MIN_LOSS = 1e-4
-"""Lower end of the logarithmic axis: smaller losses are drawn there."""
 
 
 def frontier_svg(title: str, candidates: Sequence[Candidate], loss: str) -> str:
-    """Draw the candidates as an SVG document; `loss` is the label of the quality axis."""
+    """Draw an SVG document; `loss` is the label of the quality axis."""
     xs = [candidate.decode for candidate in candidates]
     ys = [math.log10(max(candidate.loss, _MIN_LOSS)) for candidate in candidates]
     x_margin = 0.08 * (max(xs) - min(xs)) or 1.0
@@ -58,8 +57,6 @@ def frontier_svg(title: str, candidates: Sequence[Candidate], loss: str) -> str:
 
 
 class _Axes:
-    """Maps tokens/s and the decimal logarithm of a loss to the page; the lowest loss is on top."""
-
     def __init__(self, x_range: tuple[float, float], y_range: tuple[float, float]) -> None:
         self.x_range, self.y_range = x_range, y_range
 
@@ -91,7 +88,6 @@ def _frame(axes: _Axes, loss: str) -> Iterator[str]:
 
 
 def _grid_distance(span: float) -> float:
-    """Distance of grid lines: 1, 2 or 5 times a power of ten, for four to ten lines."""
     power = 10.0 ** math.floor(math.log10(span / 4))
     return next(power * step for step in (5, 2, 1) if power * step <= span / 4)
 
@@ -106,7 +102,6 @@ def _mark(x: float, y: float, radius: float, colour: str) -> str:
 def _names(
     places: dict[str, tuple[float, float]], radii: dict[str, float], best: Sequence[str]
 ) -> Iterator[str]:
-    """Place each name right, left, above or below its point, with the least overlap."""
     taken = [
         (x - radii[name], y - radii[name], x + radii[name], y + radii[name])
         for name, (x, y) in places.items()
@@ -140,6 +135,5 @@ def _names(
 
 
 def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> float:
-    """Common area of two boxes (left, top, right, bottom)."""
     width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
     return width * height if width > 0 and height > 0 else 0.0

@@ -1,4 +1,4 @@
-"""Facts of this machine and of its GPU, with a measurement of their bandwidth and arithmetic."""
+"""Facts and speed of this machine and of its GPU."""
 
 import os
 import platform
@@ -11,9 +11,9 @@ from headrace.planner import gpu, hardware, host
 
 
 def describe_machine(threads: int = 0) -> dict[str, Any]:
-    """All facts of this machine, as they go to JSON: bytes, bytes/s, operations/s.
+    """All facts as JSON, in bytes, bytes/s and operations/s.
 
-    `threads` 0 measures all usable cores. The measurements are stored for later runs.
+    `threads` 0 measures all usable cores. The measurements are stored.
     """
     machine = hardware.measure(threads)
     return {
@@ -38,10 +38,6 @@ def describe_machine(threads: int = 0) -> dict[str, Any]:
 
 
 def _gpu_facts() -> dict[str, Any]:
-    """The GPU, and the backend that `auto` chooses.
-
-    `gpu` is None without a GPU, and its `rates` are None if the GPU cannot be used.
-    """
     gpu_host = gpu.find_gpu_host()
     choice = auto_backend(gpu_host)
     facts = {
@@ -66,7 +62,6 @@ def _gpu_facts() -> dict[str, Any]:
 
 
 def _measure_gpu() -> dict[str, Any]:
-    """Bytes/s and operations/s of the GPU, and seconds of a launch."""
     from headrace.backend.cuda.measure import copy_bandwidth, launch_seconds, rate
     from headrace.backend.cuda.memory import free_memory
 

@@ -1,8 +1,4 @@
-"""Time of each op in the phases of a profile, next to the roofline limit (Williams et al. 2009).
-
-A phase is a prefill in its chunks, or one decode step of a batch at a depth of context.
-`Executable.profile` takes the times; bytes, operations and limits come from the ops themselves.
-"""
+"""Time of each op in a phase, next to its roofline limit (Williams et al. 2009)."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -19,7 +15,7 @@ from headrace.record import frozen
 Bound = Literal["memory", "arithmetic", "link", "latency", "neither", "unknown"]
 
 _SHORT_CALL = 20e-6
-"""Seconds below which a call is mostly start, barrier and first cache misses."""
+"""Seconds below which latency dominates a call."""
 
 
 @frozen
@@ -29,19 +25,19 @@ class Phase:
     name: str
     seqs: int
     depth: int
-    """Tokens of context of each sequence before the phase."""
+    """Tokens of context before the phase."""
     tokens: int
-    """Tokens computed in the phase, by all sequences together."""
+    """Tokens of all sequences together."""
     steps: tuple[StepSize, ...]
 
     @property
     def length(self) -> int:
-        """Tokens of context of each sequence after the phase."""
+        """Tokens of context after the phase."""
         return self.depth + self.tokens // self.seqs
 
 
 def prefill_phase(tokens: int, kv_bytes: float) -> Phase:
-    """One prompt from an empty cache, in chunks as the engine cuts it, with a logit row in each."""
+    """One prompt in chunks, each with a logit row."""
     starts = range(0, tokens, PREFILL_CHUNK)
     steps = tuple(
         StepSize(((start, min(PREFILL_CHUNK, tokens - start)),), 1, kv_bytes) for start in starts
@@ -50,7 +46,6 @@ def prefill_phase(tokens: int, kv_bytes: float) -> Phase:
 
 
 def decode_phase(depth: int, seqs: int, kv_bytes: float) -> Phase:
-    """One plain decode step of `seqs` sequences, each with `depth` tokens of context."""
     step = StepSize(((depth, 1),) * seqs, seqs, kv_bytes)
     name = f"decode, depth {depth:,}, batch {seqs:,}"
     return Phase(name=name, seqs=seqs, depth=depth, tokens=seqs, steps=(step,))
@@ -59,7 +54,7 @@ def decode_phase(depth: int, seqs: int, kv_bytes: float) -> Phase:
 def phases(
     prefill: Iterable[int], depths: Sequence[int], batches: Sequence[int], kv_bytes: float
 ) -> list[Phase]:
-    """Every prefill, every depth with the first batch, and every batch at the first depth."""
+    """Every prefill, every depth with the first batch, every batch at the first depth."""
     shapes: list[tuple[int, int]] = []
     if depths and batches:
         shapes += [(depth, batches[0]) for depth in depths]
@@ -74,43 +69,34 @@ class OpProfile:
 
     name: str
     calls: int
-    """Number of calls; 0 for an op that the backend added, whose cost is unknown."""
+    """0 for an op that the backend added, whose cost is unknown."""
     seconds: float
-    """Median seconds; 0 if the backend does not time the op separately."""
+    """Median; 0 if the backend does not time the op separately."""
     bytes: int
     flops: int
     kind: Kind
-    """Number format of most of its multiply-adds."""
+    """Number format of most multiply-adds."""
     memory_seconds: float
     """Seconds to move its bytes at the measured bandwidth."""
     arithmetic_seconds: float
     """Seconds of its operations at the measured rates."""
     floor: float
-    """Minimum seconds: the sum over its calls of the longer of the two."""
+    """Minimum seconds: the sum of the longer of the two per call."""
     link_bytes: int = 0
     """Bytes received from other ranks."""
 
     @property
     def memory_share(self) -> float:
-        """Share of the measured bandwidth.
-
-        It exceeds 1 if the bytes came from a cache, or if the machine was busier when it was
-        measured.
-        """
+        """Share of the measured bandwidth; above 1 if bytes came from a cache."""
         return self.memory_seconds / self.seconds if self.seconds else 0.0
 
     @property
     def arithmetic_share(self) -> float:
-        """Share of the measured rate of operations."""
         return self.arithmetic_seconds / self.seconds if self.seconds else 0.0
 
     @property
     def bound(self) -> Bound:
-        """The resource that limits the op.
-
-        This is the link to other ranks if the op uses it, or else memory or arithmetic if it
-        explains half of the time. Otherwise short calls are bound by latency.
-        """
+        """The resource that limits the op: link, memory, arithmetic or latency."""
         if not self.seconds or not self.calls:
             return "unknown"
         if self.link_bytes:
@@ -122,31 +108,26 @@ class OpProfile:
 
 @frozen(kw_only=True)
 class PhaseProfile:
-    """A phase as it was measured."""
-
     phase: Phase
     ops: tuple[OpProfile, ...]
-    """In the order of the program."""
     walls: tuple[float, ...]
-    """Seconds of each round, from its first call to its last return."""
+    """Seconds of each round."""
     outside: float
-    """Seconds outside all ops: the calls themselves, checking the batch, waking the threads."""
+    """Seconds outside all ops."""
     barriers: int
-    """Barriers of all steps. The time of an op includes the wait at its end."""
+    """Barriers of all steps. An op's time includes its barrier."""
 
     @property
     def wall(self) -> float:
-        """Median seconds of a round."""
         return median(self.walls)
 
     @property
     def seconds(self) -> float:
-        """Sum of the medians of the parts, close to `wall`; shares refer to it."""
+        """Sum of the medians of the parts."""
         return sum(op.seconds for op in self.ops) + self.outside
 
     @property
     def floor(self) -> float:
-        """Minimum seconds of all ops."""
         return sum(op.floor for op in self.ops)
 
     @property
@@ -155,17 +136,13 @@ class PhaseProfile:
 
     @property
     def limit(self) -> float:
-        """Maximum tokens/s."""
         return self.phase.tokens / self.floor
 
 
 def account_phase(
     phase: Phase, program: Program, machine: Machine, rounds: Sequence[Sequence[StepTimes]]
 ) -> PhaseProfile:
-    """Account for the time of a phase; `rounds` has the step times of each round.
-
-    All times are medians over the rounds.
-    """
+    """Account for a phase by medians of `rounds`, the step times of each round."""
     walls = [sum(step.wall for step in steps) for steps in rounds]
     seconds = [_seconds_by_op(steps) for steps in rounds]
     outside = median(wall - sum(ops.values()) for wall, ops in zip(walls, seconds, strict=True))
@@ -189,10 +166,7 @@ def account_phase(
 
 
 def median_machine(machines: Sequence[Machine]) -> Machine:
-    """The median of several measurements of a machine, figure by figure.
-
-    The times of a profile are medians, too, so they compare with it.
-    """
+    """The median of several measurements, figure by figure."""
     first = machines[0]
     return Machine(
         cpu=first.cpu,

@@ -1,4 +1,4 @@
-"""Engine options that measurements take as keyword arguments."""
+"""Engine options of measurements."""
 
 from typing import TypedDict
 
@@ -7,7 +7,7 @@ from headrace.config import Activations
 
 
 class EngineOptions(TypedDict, total=False):
-    """Fields of `EngineConfig` that change how fast a model runs; each keeps its default there."""
+    """Fields of `EngineConfig` that change the speed; each keeps its default there."""
 
     backend: BackendName
     threads: int

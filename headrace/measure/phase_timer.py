@@ -1,4 +1,4 @@
-"""Runs the phases of a profile on a compiled model and takes the time of every step."""
+"""Times the steps of phases on a compiled model."""
 
 import time
 
@@ -18,19 +18,17 @@ from headrace.planner.roofline import PREFILL_CHUNK
 from headrace.program.op import StepSize
 
 _MIN_SECONDS = 0.3
-"""Minimum seconds of a turn; its last round always completes."""
+"""Minimum seconds of a turn."""
 
 
 def num_blocks(phase: Phase, block_size: int) -> int:
-    """KV blocks of `block_size` tokens that a phase needs."""
     return phase.seqs * -(-phase.length // block_size)
 
 
 class PhaseTimer:
-    """A compiled model with `blocks` KV blocks in each group, all of them written.
+    """A compiled model with `blocks` written KV blocks in each group.
 
-    Unwritten pages are free to read, so the times would be too short. With several ranks the first
-    rank is timed.
+    Reading unwritten pages is free, which would falsify times. Only the first rank is timed.
     """
 
     def __init__(
@@ -60,7 +58,6 @@ class PhaseTimer:
         self._write_kv(blocks)
 
     def _write_kv(self, blocks: int) -> None:
-        """Write the KV of one prefill chunk, and copy it to all other slots."""
         slots = np.arange(blocks * self._block_size, dtype=np.int32)
         filled = min(PREFILL_CHUNK, len(slots))
         self.executable.launch(self._batch(StepSize(((0, filled),), 1, 0))).wait()
@@ -68,10 +65,7 @@ class PhaseTimer:
             self.executable.move_slots(group, slots[filled:] % filled, slots[filled:])
 
     def time_phase(self, phase: Phase) -> list[list[StepTimes]]:
-        """Times of all steps of the phase, in one or several rounds.
-
-        Every round writes the same KV.
-        """
+        """Times of all steps in each round. Every round writes the same KV."""
         batches = [self._batch(load) for load in phase.steps]
         end = time.monotonic() + _MIN_SECONDS
         rounds = [[self.executable.profile(batch) for batch in batches]]
@@ -80,7 +74,7 @@ class PhaseTimer:
         return rounds
 
     def expert_rows(self, phase: Phase) -> list[NDArray[np.int64]]:
-        """Rows of each expert in each step of the phase, [ops over experts, experts]."""
+        """Rows of each expert by step, [ops over experts, experts]."""
         steps = []
         for batch in map(self._batch, phase.steps):
             before = self.executable.expert_loads()
@@ -92,7 +86,6 @@ class PhaseTimer:
         self.executable.close()
 
     def _batch(self, load: StepSize) -> RaggedBatch:
-        """A step of this load: each sequence has its own blocks, and logits for its last row."""
         context, rows = np.array(load.seqs, np.int32).T.copy()
         ends = np.cumsum(rows, dtype=np.int32)
         seq = np.repeat(np.arange(len(rows), dtype=np.int32), rows)

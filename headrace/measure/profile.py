@@ -1,4 +1,4 @@
-"""Profile of a model: the time of each op in prefill and decode, next to its roofline limit."""
+"""Profile of a model: the time of each op, next to its roofline limit."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Unpack
@@ -27,9 +27,7 @@ from headrace.program.moe import Experts
 from headrace.program.trace import Program
 
 PREFILL = (512, 2048)
-"""Prompt lengths of a profile by default, if they fit."""
 DEPTHS = (128, 2048)
-"""Tokens of context to decode at by default, if they fit."""
 BATCHES = (1, 4, 8, 16, 32)
 
 
@@ -43,22 +41,17 @@ def profile(
     on_progress: ProgressCallback = ignore_progress,
     **options: Unpack[EngineOptions],
 ) -> ProfileReport:
-    """Profile prefills, and decode steps at several depths and batch sizes, op by op.
-
-    The machine is measured between the turns. Every depth runs with the first batch size, and
-    every batch size at the first depth.
+    """Profile prefills and decode steps, op by op.
 
     Args:
-        model: a model, named as for `LLM`.
-        prefill: prompt lengths, in tokens; by default 512 and 2048, if they fit.
+        prefill: prompt lengths in tokens; by default 512 and 2048, if they fit.
         depths: tokens of context to decode at; by default 128 and 2048, if they fit.
         batches: numbers of sequences that decode together.
-        turns: times that each phase is timed; more turns give steadier medians.
-        on_progress: receives the current phase and the completed share of the profile.
+        turns: times that each phase is timed.
         options: fields of `EngineConfig`.
 
-    Raises RequestError if a length exceeds the context or no phase is left, and MemoryLimitError
-    if no phase fits in memory.
+    Raises RequestError if a length exceeds the context or no phase remains, and
+    MemoryLimitError.
     """
     config = engine_config(options)
     checkpoint = open_checkpoint(resolve(model))
@@ -99,7 +92,6 @@ def has_experts(model: str) -> bool:
 
 
 def _check_lengths(name: str, lengths: Sequence[int], context: int, max_length: int) -> None:
-    """Raise RequestError if a requested length exceeds the context of the model."""
     longest = max(lengths, default=0)
     if longest > max_length:
         raise RequestError(
@@ -164,9 +156,7 @@ def _fitting_phases(
 
 class _Measured(NamedTuple):
     program: Program
-    """The program as the backend ran it."""
     rounds: list[list[list[StepTimes]]]
-    """Times of the steps of each round of each phase."""
     machines: list[Machine]
     """The machine before each turn, and at the end."""
     experts: list[ExpertProfile]
@@ -181,10 +171,7 @@ def _measure(
     turns: int,
     on_progress: ProgressCallback,
 ) -> _Measured:
-    """Time all phases turn by turn.
-
-    If another program is busy for a while, it slows a part of each phase, and the median hides it.
-    """
+    """Time all phases turn by turn, so that a busy moment slows a part of each phase only."""
     on_progress("loading", 0.0)
     block_size = config.traits.kv_block_size
     blocks = max(num_blocks(phase, block_size) for phase in fitting)

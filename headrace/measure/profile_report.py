@@ -1,4 +1,4 @@
-"""The result of a profile, and its form as JSON."""
+"""The result of a profile."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,32 +14,31 @@ from headrace.record import frozen
 
 @frozen(kw_only=True)
 class ProfileReport:
-    """The profiles of all phases that ran, and the machine that they ran on."""
+    """The profiles of all phases, and the machine."""
 
     model: str
     spec: ModelSpec
     kv_dtype: str
     machines: Sequence[Machine]
-    """The machine as measured before each turn and at the end."""
+    """Measurements before each turn and at the end."""
     machine: Machine
-    """The median of these measurements; shares and limits refer to it."""
+    """The median measurement, to which shares and limits refer."""
     profiles: Sequence[PhaseProfile]
     skipped: Mapping[str, str]
-    """The reason why a phase could not run, by its name."""
+    """Reasons by phase."""
     experts: Sequence[ExpertProfile] = ()
-    """Routing of each phase; empty for a model without experts."""
+    """Empty for a model without experts."""
 
     @property
     def title(self) -> str:
-        """Model, processor and threads in one line."""
         return f"{self.spec.name} on {self.machine.cpu}, {self.machine.at_work}"
 
     def barriers_per_layer(self, profile: PhaseProfile) -> float:
-        """Barriers of one step, including those outside the layers, divided by the layers."""
+        """Barriers of one step over the layers."""
         return profile.barriers / len(profile.phase.steps) / self.spec.num_layers
 
     def expert_loads(self) -> list[list[int]]:
-        """Rows of each expert in all phases together, [layers of experts, experts]."""
+        """Rows of each expert in all phases, [layers of experts, experts]."""
         total: list[list[int]] = np.sum(
             [experts.loads for experts in self.experts], axis=0
         ).tolist()

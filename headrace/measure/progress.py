@@ -1,4 +1,4 @@
-"""Progress of a measurement, reported through a callback."""
+"""Progress of a measurement."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
@@ -6,7 +6,7 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 ProgressCallback = Callable[[str, float], None]
-"""Receives the name of the current step and the completed share of that step, from 0 to 1."""
+"""Receives the current step and its completed share, from 0 to 1."""
 
 
 def ignore_progress(step: str, share: float) -> None:
@@ -16,7 +16,7 @@ def ignore_progress(step: str, share: float) -> None:
 def track(
     items: Iterable[_T], total: int, step: str, on_progress: ProgressCallback
 ) -> Iterator[_T]:
-    """Yield the items, and report the share of `total` that has been processed."""
+    """Yield the items, and report the completed share of `total`."""
     on_progress(step, 0.0)
     for count, item in enumerate(items, 1):
         yield item

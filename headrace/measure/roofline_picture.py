@@ -1,6 +1,6 @@
-"""SVG picture of the roofline of a machine with the ops of a profile as points.
+"""SVG picture of a roofline with ops as points (Williams et al. 2009).
 
-Colour is the op, shape the phase, area the share of the phase's time (Williams et al. 2009).
+Colour is the op, shape the phase, area the share of the phase's time.
 """
 
 import math
@@ -25,20 +25,16 @@ from headrace.program.op import Kind
 
 WIDTH, HEIGHT = 1000, 656
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 748, 84, 572
-"""Edges of the plot; the legend is right of it."""
 _SHAPES = ("circle", "square", "up", "diamond", "down", "pentagon", "star", "hexagon", "cross")
 _MIN_RADIUS = 3.5
 _MAX_RADIUS = 13.0
-"""Radius of an op that takes the whole time of its phase."""
 _MIN_FLOOR_SHARE = 0.01
-"""Minimum share of a phase's floor for an op to be drawn: below it, no roof limits the op."""
+"""Minimum share of a phase's floor for an op to be drawn."""
 
 _Box = tuple[float, float, float, float]
 
 
 class _Point(NamedTuple):
-    """An op in a phase, on the page."""
-
     op: OpProfile
     phase: str
     share: float
@@ -53,8 +49,6 @@ class _Point(NamedTuple):
 
 
 class _Axes:
-    """Maps operations per byte and operations per second to the page, in logarithms."""
-
     def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
         self.x_range, self.y_range = _span(xs), _span(ys)
 
@@ -68,10 +62,7 @@ class _Axes:
 
 
 def roofline_svg(title: str, machine: Machine, profiles: Sequence[PhaseProfile]) -> str:
-    """Draw the profiles as an SVG document.
-
-    Ops that hardly read or compute are not drawn, and a note below the picture names them.
-    """
+    """Draw an SVG document; a note names the ops that are not drawn."""
     drawn = {
         op.name
         for p in profiles
@@ -115,7 +106,6 @@ def _subtitle(machine: Machine) -> str:
 
 
 def _not_drawn(profiles: Sequence[PhaseProfile], drawn: set[str]) -> Iterator[str]:
-    """A note with the ops that are not drawn, and the largest share of a phase that each takes."""
     max_shares: dict[str, float] = {}
     for p in profiles:
         for op in p.ops:
@@ -132,7 +122,6 @@ def _not_drawn(profiles: Sequence[PhaseProfile], drawn: set[str]) -> Iterator[st
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
-    """Decimal logarithms of the range of the values, with a margin."""
     low, high = math.log10(min(values)), math.log10(max(values))
     margin = max(0.08 * (high - low), 0.15)
     return low - margin, high + margin
@@ -172,7 +161,6 @@ def _frame(axes: _Axes) -> Iterator[str]:
 
 
 def _ticks(span: tuple[float, float], unit: float = 1.0) -> list[float]:
-    """1, 10, 100, ... times the unit; also 2 and 5, ... if the range is short."""
     steps = (1,) if span[1] - span[0] > 3.6 else (1, 2, 5)
     decades = range(
         math.floor(span[0] - math.log10(unit)), math.ceil(span[1] - math.log10(unit)) + 1
@@ -186,10 +174,6 @@ def _number(value: float) -> str:
 
 
 def _roof(axes: _Axes, machine: Machine, kinds: Sequence[Kind], taken: list[_Box]) -> Iterator[str]:
-    """Draw the slope of memory, and for each kind of number a ceiling from its ridge on.
-
-    Adds the boxes of its labels to `taken`.
-    """
     right, left = 10 ** axes.x_range[1], 10 ** axes.x_range[0]
     top = max((machine.rates[kind] for kind in kinds), default=10 ** axes.y_range[1])
     start = max(left, 10 ** axes.y_range[0] / machine.bandwidth)
@@ -223,7 +207,6 @@ def _roof(axes: _Axes, machine: Machine, kinds: Sequence[Kind], taken: list[_Box
 
 
 def _paths(points: Sequence[_Point]) -> Iterator[str]:
-    """A faint line through the points of each op, from few operations per byte to many."""
     for name in dict.fromkeys(p.op.name for p in points):
         path = sorted((p for p in points if p.op.name == name), key=lambda p: (p.x, -p.y))
         if len(path) > 1:
@@ -262,7 +245,6 @@ def _shape(shape: str, x: float, y: float, r: float) -> str:
 
 
 def _names(points: Sequence[_Point], taken: list[_Box]) -> Iterator[str]:
-    """Write the name of each op next to the point with the least overlap."""
     for name in dict.fromkeys(p.op.name for p in sorted(points, key=lambda p: -p.share)):
         width, height = 6.6 * len(name) + 4, 13.0
         places = [
@@ -280,7 +262,6 @@ def _names(points: Sequence[_Point], taken: list[_Box]) -> Iterator[str]:
 
 
 def _places(p: _Point, width: float, height: float) -> Iterator[tuple[float, float, float]]:
-    """Positions of a label right, left, below and above a point, each with a small penalty."""
     gap = 1.2 * p.radius + 3
     yield 0.0, p.x + gap, p.y - height / 2
     yield 0.5, p.x - gap - width, p.y - height / 2
@@ -289,7 +270,6 @@ def _places(p: _Point, width: float, height: float) -> Iterator[tuple[float, flo
 
 
 def _overlap(box: _Box, taken: Iterable[_Box]) -> float:
-    """Area that a box has in common with the boxes in `taken`."""
     overlaps = (
         (min(box[2], b[2]) - max(box[0], b[0]), min(box[3], b[3]) - max(box[1], b[1]))
         for b in taken

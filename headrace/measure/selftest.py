@@ -1,4 +1,4 @@
-"""Self-test: a tiny random model on a backend, compared with the `reference` backend."""
+"""Compares a tiny random model with the `reference` backend."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -15,9 +15,7 @@ from headrace.quant.formats import FORMATS, StoredTensor
 
 _TOKENS = 40
 _TOLERANCE = 0.05
-"""Maximum relative error of the logits: backends may round activations to 8 bits, and the reference
-does not.
-"""
+"""Maximum relative error of the logits: backends may round activations to 8 bits."""
 _SPEC = ModelSpec(
     architecture="llama",
     name="self-test",
@@ -35,18 +33,16 @@ _SPEC = ModelSpec(
 
 
 class Check(NamedTuple):
-    """One check of the self-test."""
-
     name: str
     ok: bool
     detail: str
 
 
 def selftest(*, backend: str = "cpu", threads: int = 0) -> list[Check]:
-    """Check that a backend computes correctly on this machine.
+    """Check that a backend computes correctly.
 
-    For each weight format, the logits are compared with the reference backend. They must also be
-    bit-equal whether the prompt is computed at once or in chunks. `threads` 0 uses all cores.
+    Logits are compared with the reference backend for each weight format, and must be bit-equal
+    for any chunks of the prompt. `threads` 0 uses all cores.
     """
     return [check for name in ("Q4_1", "Q8_0", "BF16") for check in _checks(name, backend, threads)]
 
@@ -72,7 +68,6 @@ def _checks(format_name: str, backend: str, threads: int) -> Iterator[Check]:
 
 
 def _random_model(format_name: str) -> dict[str, StoredTensor]:
-    """Random matrices that keep activations near 1, and vectors near 1 in F32."""
     rng = np.random.default_rng(0)
     tensors = {}
     for name, shape in tensor_shapes(_SPEC).items():
@@ -88,7 +83,6 @@ def _random_model(format_name: str) -> dict[str, StoredTensor]:
 def _random_matrix(
     rng: np.random.Generator, format_name: str, shape: tuple[int, ...]
 ) -> NDArray[np.uint8]:
-    """Bytes of a matrix of mean 0 in that format."""
     rows, cols = shape
     deviation = cols**-0.5
     if format_name == "BF16":

@@ -1,4 +1,4 @@
-"""Tables on stdout: by rich on a terminal, as plain aligned text elsewhere or with NO_COLOR."""
+"""Tables on stdout, by rich on a terminal, else plain."""
 
 import json
 import os
@@ -48,7 +48,6 @@ def _print_rich(
 
 
 def print_figures(title: str, figures: Mapping[str, str]) -> None:
-    """Print names and values under a title, and an empty line."""
     print_table(["", ""], list(figures.items()), printable(title))
     print()
 
@@ -58,12 +57,12 @@ def print_json(value: object) -> None:
 
 
 def printable(text: str) -> str:
-    """Replace control characters: names come from untrusted files and could steer a terminal."""
+    """Replace control characters, because names from untrusted files could steer a terminal."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def size(num_bytes: float) -> str:
-    """Bytes in a suitable unit: `98.1 MB`."""
+    """Bytes as `98.1 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000:
             return f"{num_bytes:.{0 if unit == 'B' else 1}f} {unit}"

@@ -27,8 +27,9 @@ def kv_head_parts(num_kv_heads: int, ranks: int) -> tuple[Columns, ...]:
 
 
 def query_head_parts(num_heads: int, num_kv_heads: int, ranks: int) -> tuple[Columns, ...]:
-    """Return each rank's query heads. Raises UnsupportedModelError if there are fewer than
-    ranks.
+    """Return the query heads of each rank.
+
+    Raises UnsupportedModelError if there are fewer heads than ranks.
     """
     if num_heads < ranks:
         raise UnsupportedModelError(

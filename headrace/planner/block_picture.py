@@ -1,9 +1,6 @@
-"""SVG picture of the KV blocks and of the requests that hold them, in the order of memory.
+"""SVG picture of the KV blocks and of their requests, in the order of memory.
 
-A block is a cell. Its colour is the request, and the height of the colour is the share of its slots
-with KV, so pale areas are waste. A shared block shows the colours of its requests side by side, and
-a dot. Free blocks are empty, or hatched if the prefix cache still has their KV. Each KV group has
-its own blocks, and a grid of its own.
+Colour is the request, and its height the share of filled slots. Hatched blocks are cached.
 """
 
 import colorsys
@@ -17,12 +14,10 @@ from headrace.stats import BlockMap, GroupMap, Holding
 WIDTH = 1000
 _LEFT, _TOP, _GRID_WIDTH, _LEGEND = 40, 84, 688, 758
 _SPACING = 64
-"""Distance between two grids, for two lines of text above the second grid."""
 _MAX_NAMES = 26
 _GOLDEN = 0.381966
-"""The golden angle in turns: its multiples are far apart."""
+"""The golden angle in turns."""
 _MAX_COLOURS = 4
-"""Maximum number of requests that a shared block shows."""
 _HATCH = (
     '<defs><pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" '
     'patternTransform="rotate(45)">'
@@ -31,7 +26,7 @@ _HATCH = (
 
 
 class _Grid:
-    """The cells of a KV group, from `top` down, in rows of a multiple of 8 contiguous blocks."""
+    """The cells of a KV group, in rows of a multiple of 8 blocks."""
 
     def __init__(self, num_blocks: int, top: float) -> None:
         self.top = top
@@ -41,21 +36,18 @@ class _Grid:
         self.bottom = top + math.ceil(num_blocks / self.columns) * self.pitch
 
     def corner(self, block: int) -> tuple[float, float]:
-        """The upper left corner of a block's cell."""
         row, column = divmod(block, self.columns)
         return _LEFT + column * self.pitch, self.top + row * self.pitch
 
 
 class _UsedBlock(NamedTuple):
     requests: list[str]
-    """Each request once, even if it holds the block several times."""
     holders: int
     filled: int
     """Number of slots with KV."""
 
 
 def block_map_svg(title: str, blocks: BlockMap) -> str:
-    """Draw the blocks as an SVG document."""
     names = list(
         dict.fromkeys(holding.request for group in blocks.groups for holding in group.holdings)
     )
@@ -132,10 +124,6 @@ def _usage(
 def _cell(
     x: float, y: float, side: float, block_size: int, used: _UsedBlock, colours: dict[str, str]
 ) -> Iterator[str]:
-    """A pale square with a strip for each request, filled from below as far as it holds KV.
-
-    A shared block has a dot.
-    """
     shown = used.requests[:_MAX_COLOURS]
     width, height = side / len(shown), side * used.filled / block_size
     for i, name in enumerate(shown):
@@ -159,7 +147,6 @@ def _cells(grid: _Grid, blocks: Sequence[int]) -> str:
 
 
 def _colour(i: int) -> str:
-    """Colour of request `i`: first the palette, then hues by the golden angle."""
     palette = COLOURS[:-1]
     if i < len(palette):
         return palette[i]
@@ -217,6 +204,5 @@ def _legend_bottom(names: int) -> float:
 
 
 def _label(name: str, holdings: Sequence[Holding]) -> str:
-    """The name of a request, with the number of its sequences if it has several."""
     short = name if len(name) <= 16 else f"{name[:15]}…"
     return f"{short} x {len(holdings)}" if len(holdings) > 1 else short

@@ -1,4 +1,4 @@
-"""Minimum time of the decode steps of one request, each at its roofline limit."""
+"""Minimum time of one request's decode steps."""
 
 from headrace.outputs import RequestOutput
 from headrace.planner.hardware import Machine
@@ -12,9 +12,7 @@ def decode_steps(
 ) -> list[tuple[float, StepSize]]:
     """The steps after the first token, as numbers of steps of each size.
 
-    No other request took part in the steps. Drafts make fewer steps with more rows. A result only
-    has the totals, so the sizes are those that take the least time for these totals: sequences of
-    one length, drafts of one size (or of two sizes that differ by a row), contexts of mean length.
+    A result has only totals: the sizes take the least time for them.
     """
     num_outputs, drafts = len(result.outputs), result.drafts.values()
     num_tokens = sum(len(output.token_ids) for output in result.outputs) / num_outputs
@@ -45,5 +43,4 @@ def decode_steps(
 def decode_seconds(
     program: Program, machine: Machine, steps: list[tuple[float, StepSize]]
 ) -> float:
-    """Minimum seconds of these numbers of steps."""
     return sum(count * step_seconds(program, step, machine) for count, step in steps)

@@ -1,15 +1,13 @@
-"""Expected tokens per step and expected speedup of speculative decoding."""
+"""Expected speedup of speculative decoding."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
 def expected_tokens(acceptance: float, depth: int) -> float:
-    """Expected tokens of a step with a chain of `depth` draft tokens.
+    """Expected tokens of a step with `depth` draft tokens: (1 - a^(K+1)) / (1 - a).
 
-    Each draft token is right with probability `acceptance` if all tokens before it are. The step
-    gives the draft tokens before the first wrong one, and a token of the target:
-    (1 - a^(K+1)) / (1 - a) tokens (Leviathan et al. 2023, equation 1).
+    `acceptance` is the probability a of each draft token (Leviathan et al. 2023, equation 1).
     """
     if acceptance == 1:
         return float(depth + 1)
@@ -20,26 +18,23 @@ class Costs(NamedTuple):
     """Measured times of steps."""
 
     target: Sequence[float]
-    """Seconds of a target step with 0, 1, ... draft tokens after the last known token."""
+    """Seconds of a target step with 0, 1, ... draft tokens."""
     draft: float
     """Seconds to draft one token."""
 
 
 class Gain(NamedTuple):
-    """Expected gain of chains of one depth."""
-
     depth: int
     tokens: float
     """Expected tokens of a step."""
     speedup: float
-    """Speed over plain decoding; below 1 speculation loses time."""
+    """Speed over plain decoding."""
 
 
 def gain(acceptance: float, depth: int, costs: Costs) -> Gain:
-    """Expected gain of drafting `depth` tokens.
+    """Expected gain of drafting `depth` tokens (Leviathan et al. 2023, theorem 3.8).
 
-    The speedup is the tokens of a step over its cost in plain steps (Leviathan et al. 2023,
-    theorem 3.8). Unlike in the theorem, the cost of the target may grow with its rows.
+    The cost of the target may grow with its rows.
     """
     tokens = expected_tokens(acceptance, depth)
     step_seconds = costs.target[depth] + depth * costs.draft
@@ -47,7 +42,6 @@ def gain(acceptance: float, depth: int, costs: Costs) -> Gain:
 
 
 def best_gain(acceptance: float, costs: Costs) -> Gain:
-    """Expected gain of the fastest depth, of all depths with a measured cost."""
     return max(
         (gain(acceptance, depth, costs) for depth in range(1, len(costs.target))),
         key=lambda gain: gain.speedup,

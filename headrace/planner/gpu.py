@@ -1,4 +1,4 @@
-"""The GPU of this machine, its driver and packages, found without an import of torch or Triton."""
+"""The GPU of this machine, found without torch or Triton."""
 
 import os
 import re
@@ -10,20 +10,17 @@ from typing import Any
 from headrace.record import frozen
 
 MIN_CAPABILITY = (8, 0)
-"""Compute capability from which GPUs multiply bf16."""
+"""First compute capability that multiplies bf16."""
 INSTALL = "pip install 'headrace[cuda]', about 3 GB"
 _DRIVER_FILES = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg")
-"""Files of a driver on Linux, and on Linux in Windows."""
 _LIBRARY = "libcuda.so.1"
 _MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76
-"""Numbers of device attributes (CUDA driver API, `CUdevice_attribute`)."""
+"""Device attributes of the CUDA driver API (`CUdevice_attribute`)."""
 _MAX_NAME_BYTES = 256
 
 
 @frozen
 class Gpu:
-    """A GPU and its driver."""
-
     name: str
     capability: tuple[int, int]
     memory: int
@@ -40,21 +37,20 @@ class Gpu:
 
 @frozen
 class GpuHost:
-    """The GPU of a machine, and the software to run programs on it."""
+    """A GPU, and the software to run programs on it."""
 
     gpu: Gpu | None = None
     no_gpu: str = ""
     """Reason why there is no GPU."""
     absent: tuple[str, ...] = ()
-    """Required packages that are not installed."""
     torch_cuda: str | None = None
-    """CUDA version of the torch build; None for a CPU build."""
+    """None for a CPU build."""
     interprets: bool = False
     """Whether Triton interprets kernels, which needs no GPU."""
 
     @property
     def obstacle(self) -> str:
-        """The reason why no program can run on the GPU, and the remedy; empty if one can run."""
+        """The reason why no program can run on the GPU, and the remedy; or ""."""
         if self.gpu is None:
             return self.no_gpu
         if self.gpu.capability < MIN_CAPABILITY:
@@ -82,7 +78,7 @@ def _version(numbers: tuple[int, ...]) -> str:
 
 
 def find_gpu_host(root: Path = Path("/")) -> GpuHost:
-    """Find the GPU and its software. Without a driver, only a few files are looked up."""
+    """Without a driver, only a few files are looked up."""
     gpu, why = find_gpu(root)
     absent = tuple(name for name in ("torch", "triton") if find_spec(name) is None)
     return GpuHost(
@@ -91,19 +87,18 @@ def find_gpu_host(root: Path = Path("/")) -> GpuHost:
 
 
 def interprets(environment: "os._Environ[str] | dict[str, str]" = os.environ) -> bool:
-    """Whether Triton will interpret kernels."""
     return environment.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def find_gpu(root: Path = Path("/")) -> tuple[Gpu | None, str]:
-    """The first GPU that this process may use, or the reason why there is none."""
+    """The first GPU of this process, or the reason for its absence."""
     if not any((root / file).exists() for file in _DRIVER_FILES):
         return None, "this machine has no NVIDIA driver: use the cpu backend"
     return _by_driver()
 
 
 def driver_version(root: Path = Path("/")) -> str:
-    """Version of the driver; empty if unknown."""
+    """Empty if unknown."""
     try:
         text = (root / _DRIVER_FILES[0]).read_text()
     except OSError:
@@ -128,7 +123,7 @@ def _by_driver() -> tuple[Gpu | None, str]:
 
 
 def query_driver(library: Any) -> tuple[Gpu | None, str]:
-    """The first GPU that the driver's library lists, or the reason why it lists none."""
+    """The driver's first GPU, or the reason for its absence."""
     from ctypes import byref, c_int, c_size_t, create_string_buffer
 
     count, device, version, memory = c_int(), c_int(), c_int(), c_size_t()
@@ -161,7 +156,6 @@ def query_driver(library: Any) -> tuple[Gpu | None, str]:
 
 
 def _torch_cuda() -> str | None:
-    """CUDA version of the installed torch build, read from its `version.py`."""
     spec = find_spec("torch")
     if spec is None or not spec.origin:
         return None

@@ -1,4 +1,4 @@
-"""Measured bandwidth and arithmetic of this machine or of its GPU, for the roofline."""
+"""Measured bandwidth and arithmetic, for the roofline."""
 
 import json
 import math
@@ -17,33 +17,30 @@ from headrace.record import frozen
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 READ_BYTES = 256 << 20
-"""Bytes that a measurement allocates and reads: far more than the last-level cache."""
+"""Bytes that a measurement reads: far more than the last-level cache."""
 _FRESH_SECONDS = 3600
 """Seconds after which a machine is measured again."""
 _MAX_FRESH = 5
-"""Number of readings within that time that suffices even if they differ."""
+"""Fresh readings that suffice even if they differ."""
 _DAY = 24 * 3600
 """Seconds for which a reading counts."""
 _MAX_READINGS = 200
-"""Maximum number of stored readings."""
 _AGREEMENT = 0.9
-"""Two bandwidths agree if the lower is at least this share of the higher."""
+"""Share of the higher bandwidth that the lower must reach."""
 
 
 @frozen
 class Machine:
-    """Measured rates of a machine with `threads` threads, or of its GPU."""
+    """Measured rates of a machine or of its GPU."""
 
     cpu: str
-    """Name of the processor or of the GPU."""
     isa: str
-    """Instruction set of the kernels."""
     threads: int
-    """Number of threads, or of a GPU's multiprocessors."""
+    """Threads, or multiprocessors of a GPU."""
     bandwidth: float
-    """Bytes per second read from memory."""
+    """Bytes/s from memory."""
     rates: Mapping[Kind, float]
-    """Operations per second; a multiply-add counts as two."""
+    """Operations/s; a multiply-add counts as two."""
 
     @property
     def is_gpu(self) -> bool:
@@ -51,15 +48,11 @@ class Machine:
 
     @property
     def at_work(self) -> str:
-        """The units that compute: `8 threads`."""
         unit = "multiprocessor" if self.is_gpu else "thread"
         return f"{self.threads:,} {unit}" + "s" * (self.threads != 1)
 
     def ridge(self, kind: Kind) -> float:
-        """Operations per byte above which arithmetic, not memory, limits the time.
-
-        See Williams et al. 2009.
-        """
+        """Operations per byte above which arithmetic limits the time (Williams et al. 2009)."""
         return self.rates[kind] / self.bandwidth
 
 
@@ -83,25 +76,24 @@ class _Processor(NamedTuple):
 
 
 def measure(threads: int = 0, backend: str = "cpu") -> Machine:
-    """Measure the processor or GPU of a backend, in about half a second, and store the result.
+    """Measure a backend's processor or GPU in half a second, and store the result.
 
-    `threads` 0 uses all usable cores. Interpreted GPU kernels run on the processor.
+    `threads` 0 uses all usable cores.
     """
     return _measured(_processor(threads, backend))
 
 
 def cached_machine(threads: int = 0, backend: str = "cpu") -> Machine | None:
-    """The highest stored rates of the last day, or the newest measurement if all are older.
+    """The highest stored rates of the last day, or the newest measurement.
 
-    A busy machine is measured too slow and no machine too fast, so the highest rates are the best
-    estimate.
+    A busy machine is measured too slow and none too fast.
     """
     processor = _processor(threads, backend)
     return _best(_known(processor), processor)
 
 
 def this_machine(threads: int = 0, backend: str = "cpu") -> Machine:
-    """The highest rates of the last day, after another measurement if they may be too low."""
+    """The highest rates of the last day, measured again if they may be too low."""
     processor = _processor(threads, backend)
     known = _known(processor)
     best = _best(known, processor) if _is_settled(known) else None
@@ -159,25 +151,21 @@ def _best(readings: list[_Reading], processor: _Processor) -> Machine | None:
 
 
 def _is_settled(readings: list[_Reading]) -> bool:
-    """Whether a reading is fresh and the two highest bandwidths agree, or many are fresh."""
     num_fresh = sum(time.time() - reading.time <= _FRESH_SECONDS for reading in readings)
     second, best = sorted([0.0, 0.0, *(reading.bandwidth for reading in readings)])[-2:]
     return num_fresh >= _MAX_FRESH or (num_fresh > 0 and second >= _AGREEMENT * best)
 
 
 def _known(processor: _Processor) -> list[_Reading]:
-    """The stored readings of a processor that count."""
     return _recent(_readings(_load().get(processor.key)))
 
 
 def _recent(readings: list[_Reading]) -> list[_Reading]:
-    """The readings of the last day, or the newest reading if all are older."""
     now = time.time()
     return [reading for reading in readings if 0 <= now - reading.time <= _DAY] or readings[-1:]
 
 
 def _readings(entry: object) -> list[_Reading]:
-    """The readings of a cache entry, the oldest first; empty for an entry of another version."""
     try:
         found = [
             _Reading(
@@ -212,7 +200,6 @@ def _load() -> dict[str, object]:
 
 
 def _remember(key: str, reading: _Reading) -> None:
-    """Store a reading. If the cache cannot be written, the next run measures again."""
     found = _load()
     readings = [*_readings(found.get(key)), reading]
     recent = _recent(readings)[-_MAX_READINGS:]

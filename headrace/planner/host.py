@@ -1,4 +1,4 @@
-"""Cores and memory that this process may use, within the limits of its cgroups."""
+"""Cores and memory of this process, within its cgroups."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ _LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 
 
 def cpu_name(root: Path = Path("/")) -> str:
-    """Name of the processor, or of its architecture if the system has no name."""
+    """Name of the processor, or of its architecture."""
     for line in _text(root / "proc/cpuinfo").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -19,16 +19,15 @@ def cpu_name(root: Path = Path("/")) -> str:
 
 
 def usable_processors() -> frozenset[int]:
-    """Numbers of the logical processors that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Number of cores that this process may use, by its affinity and the quota of its cgroups.
+    """Cores that affinity and cgroups allow.
 
-    Logical processors of one core count once, because they share its multipliers.
+    Logical processors of a core count once, since they share its multipliers.
     """
     topology = root / "sys/devices/system/cpu"
     cores = len(
@@ -48,7 +47,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def numa_nodes(root: Path = Path("/")) -> dict[int, int]:
-    """Number of usable logical processors of each NUMA node; empty if unknown."""
+    """Usable logical processors of each NUMA node; empty if unknown."""
     usable = usable_processors()
     lists = {
         path: _text(path / "cpulist")
@@ -59,11 +58,10 @@ def numa_nodes(root: Path = Path("/")) -> dict[int, int]:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes for models and the engine (`RUNTIME_BYTES`) in this process, without swapping.
+    """Bytes for models and the engine (`RUNTIME_BYTES`), without swapping.
 
-    The limits of all cgroups of the process and of its address space apply. Memory that the
-    interpreter and its libraries hold already counts as available, up to `RUNTIME_BYTES`, so that
-    the result does not depend on the imports so far.
+    Cgroups and the address space limit it. The process's own memory counts as available up to
+    `RUNTIME_BYTES`, so that imports do not change the result.
     """
     status = _fields(root / "proc/self/status")
     available = _fields(root / "proc/meminfo").get("MemAvailable:", 0) * 1024
@@ -88,12 +86,12 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def peak_memory(root: Path = Path("/")) -> int:
-    """Peak bytes of this process in memory, including mapped files; 0 if unknown."""
+    """Peak bytes in memory, including mapped files; 0 if unknown."""
     return _fields(root / "proc/self/status").get("VmHWM:", 0) * 1024
 
 
 def reset_peak_memory(root: Path = Path("/")) -> bool:
-    """Reset `peak_memory` to the current memory; False if the system refuses, as containers do."""
+    """Reset `peak_memory`; False if the system refuses."""
     try:
         (root / "proc/self/clear_refs").write_text("5")
     except OSError:
@@ -102,13 +100,12 @@ def reset_peak_memory(root: Path = Path("/")) -> bool:
 
 
 def huge_pages(root: Path = Path("/")) -> str:
-    """State of transparent huge pages: `always`, `madvise`, `never`, or `unknown`."""
+    """`always`, `madvise`, `never`, or `unknown`."""
     _, _, after_bracket = _text(root / "sys/kernel/mm/transparent_hugepage/enabled").partition("[")
     return after_bracket.partition("]")[0] or "unknown"
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """Directories of the cgroups that limit this process, innermost first, in v2 and v1."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -123,7 +120,6 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _address_space(root: Path) -> int | None:
-    """The limit of `ulimit -v` in bytes; None without a limit."""
     for line in _text(root / "proc/self/limits").splitlines():
         if line.startswith("Max address space") and (soft := line.split()[3]).isdigit():
             return int(soft)
@@ -131,13 +127,11 @@ def _address_space(root: Path) -> int | None:
 
 
 def _numbers(text: str) -> set[int]:
-    """The numbers of a list as the kernel writes it: `0-3,8`."""
     ends = [tuple(map(int, part.split("-"))) for part in text.split(",") if part]
     return {number for first, *last in ends for number in range(first, (last or [first])[0] + 1)}
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Name and number of each line that consists of them."""
     words = (line.split() for line in _text(path).splitlines())
     return {w[0]: int(w[1]) for w in words if len(w) > 1 and w[1].isdigit()}
 

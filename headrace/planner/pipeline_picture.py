@@ -1,4 +1,4 @@
-"""SVG picture of the steps in a pipeline: a line for each rank, a bar for each of its steps."""
+"""SVG picture of a pipeline: a line for each rank, a bar for each step."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,9 +11,9 @@ _TICKS = 6
 
 
 def idle_share(stage_steps: Sequence[StageStep]) -> float:
-    """The bubble: the share of all ranks' time, from the first start to the last end, without work.
+    """The bubble: the share of all ranks' time without work.
 
-    With p stages of equal time and m steps it is (p - 1) / (m + p - 1) (GPipe, Huang et al. 2018).
+    With p equal stages and m steps it is (p - 1) / (m + p - 1) (GPipe, Huang et al. 2018).
     """
     ranks = {step.rank for step in stage_steps}
     begin, end = min(step.begin for step in stage_steps), max(step.end for step in stage_steps)
@@ -21,7 +21,7 @@ def idle_share(stage_steps: Sequence[StageStep]) -> float:
 
 
 def pipeline_svg(title: str, stage_steps: Sequence[StageStep]) -> str:
-    """Draw the steps as an SVG document; a step has the same colour on all ranks."""
+    """A step has one colour on all ranks."""
     ranks = sorted({step.rank for step in stage_steps})
     begin, end = min(step.begin for step in stage_steps), max(step.end for step in stage_steps)
     scale, bottom = (_RIGHT - _LEFT) / (end - begin), _TOP + len(ranks) * _HEIGHT

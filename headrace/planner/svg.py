@@ -1,7 +1,4 @@
-"""SVG elements that all pictures share.
-
-Backgrounds are painted, so that a picture looks the same in a dark viewer.
-"""
+"""SVG elements. Painted backgrounds look the same in a dark viewer."""
 
 from collections.abc import Iterable, Iterator
 from xml.sax.saxutils import escape
@@ -18,7 +15,7 @@ COLOURS = (
     "#8a6d3b",
     "#333333",
 )
-"""Colours that colour-blind readers can tell apart, after Okabe and Ito 2008."""
+"""Colours for colour-blind readers, after Okabe and Ito 2008."""
 
 
 def document(title: str, width: int, height: int, body: Iterable[str]) -> str:
@@ -43,7 +40,6 @@ def line(
 
 
 def pairs(points: Iterable[tuple[float, float]]) -> str:
-    """Points as the value of a `points` attribute."""
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
 
 
@@ -59,7 +55,7 @@ def text(
     turn: float = 0.0,
     stroke: str = "",
 ) -> str:
-    """Text at a point; `turn` rotates it by degrees around the point."""
+    """`turn` rotates by degrees around the point."""
     extra = f' text-anchor="{anchor}"' if anchor != "start" else ""
     extra += f' font-size="{size}"' if size != 12 else ""
     extra += f' font-weight="{weight}"' if weight else ""
@@ -79,7 +75,7 @@ def haloed(
     anchor: str = "start",
     turn: float = 0.0,
 ) -> Iterator[str]:
-    """A label that stays readable over lines: it has a broad white outline."""
+    """A label with a white outline over lines."""
     yield text(
         x, y, label, weight=weight, anchor=anchor, turn=turn, fill="#ffffff", stroke="#ffffff"
     )
@@ -87,5 +83,5 @@ def haloed(
 
 
 def plain(text: str) -> str:
-    """Escape a text for XML and replace control characters: names come from untrusted files."""
+    """Escape a text for XML and replace control characters."""
     return escape("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text))
