@@ -91,7 +91,7 @@ class PrefixTree:
     ) -> None:
         """Add blocks, and evict the least recently used above `max_blocks`.
 
-        `found`: result of a `find` just before.
+        `known_path`: result of a `find` just before.
         """
         path = list(known_path[:max_blocks])
         parent = path[-1] if path else _root(scope)
