@@ -1,9 +1,11 @@
 """Sampling parameters, choices, usage and timing of the routes that generate text."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
+
+import msgspec
 
 from headrace.errors import RequestError
 from headrace.outputs import Logprobs
@@ -38,9 +40,7 @@ def sampling_params(
     `advised` fills fields that the request leaves out, except in beam search.
     """
     options = {} if request.use_beam_search else dict(advised)
-    for name in _SAME_NAME:
-        if (value := getattr(request, name)) is not None:
-            options[name] = value
+    options |= given_fields(request, _SAME_NAME)
     options |= {
         "max_tokens": max_tokens,
         "logprobs": logprobs,
@@ -56,6 +56,12 @@ def sampling_params(
         return SamplingParams(**options)
     except RequestError as error:
         raise request_error(str(error)) from None
+
+
+def given_fields(request: msgspec.Struct, names: Iterable[str]) -> dict[str, Any]:
+    """Return the named fields that are present in the request."""
+    values = {name: getattr(request, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass

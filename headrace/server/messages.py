@@ -22,6 +22,7 @@ from headrace.server.conversation import (
     generate,
 )
 from headrace.server.errors import ApiError, anthropic_body, as_api_error, invalid, request_error
+from headrace.server.generation import given_fields
 from headrace.server.http_exchange import HttpExchange, named_sse_event
 from headrace.server.output_parsers.deltas import (
     Content,
@@ -58,11 +59,12 @@ async def count_tokens(http: HttpExchange, state: ServerState) -> None:
 
 
 def _sampling_params(state: ServerState, request: MessagesRequest) -> SamplingParams:
-    options = {**state.advised_sampling}
-    for name in ("temperature", "top_p", "top_k"):
-        if (value := getattr(request, name)) is not None:
-            options[name] = value
-    options |= {"max_tokens": request.max_tokens, "stop": request.stop_sequences}
+    options = {
+        **state.advised_sampling,
+        **given_fields(request, ("temperature", "top_p", "top_k")),
+        "max_tokens": request.max_tokens,
+        "stop": request.stop_sequences,
+    }
     try:
         return SamplingParams(**options)
     except RequestError as error:

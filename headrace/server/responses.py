@@ -7,6 +7,7 @@ from headrace.errors import RequestError
 from headrace.sampling_params import SamplingParams
 from headrace.server.conversation import Conversation, generate
 from headrace.server.errors import ApiError, as_api_error, invalid, request_error
+from headrace.server.generation import given_fields
 from headrace.server.http_exchange import HttpExchange, named_sse_event
 from headrace.server.response_format import response_format
 from headrace.server.response_items import ResponseItems
@@ -44,18 +45,14 @@ def _check(request: ResponsesRequest) -> None:
 
 
 def _sampling_params(state: ServerState, request: ResponsesRequest) -> SamplingParams:
-    options = {**state.advised_sampling}
-    for name in ("temperature", "top_p"):
-        if (value := getattr(request, name)) is not None:
-            options[name] = value
+    options = {
+        **state.advised_sampling,
+        **given_fields(request, ("temperature", "top_p")),
+        "max_tokens": request.max_output_tokens,
+        "structured_outputs": _text_format(request),
+    }
     try:
-        return SamplingParams(
-            **options
-            | {
-                "max_tokens": request.max_output_tokens,
-                "structured_outputs": _text_format(request),
-            }
-        )
+        return SamplingParams(**options)
     except RequestError as error:
         raise request_error(str(error)) from None
 
