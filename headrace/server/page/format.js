@@ -31,5 +31,5 @@ export function si(value) {
     value /= 1000;
     unit += 1;
   }
-  return `${value >= 100 || value === 0 || Number.isInteger(value) ? value.toFixed(0) : value.toPrecision(2)} ${units[unit]}`;
+  return `${value >= 99.5 || value === 0 || Number.isInteger(value) ? value.toFixed(0) : value.toPrecision(2)} ${units[unit]}`;
 }
