@@ -1,9 +1,4 @@
-"""LoRA adapters in PEFT's format: `adapter_config.json` and
-`adapter_model.safetensors`.
-
-A module has `lora_A` [rank, columns] and `lora_B` [rows, rank]. Rows of `lora_B` are
-reordered as the weight's own rows (`TensorSource.rows`).
-"""
+"""LoRA adapters in PEFT's format: `lora_A` [rank, columns] and `lora_B` [rows, rank] per module."""
 
 import re
 from collections import Counter
@@ -29,7 +24,7 @@ _MAX_RANK = 1024
 _Floats = NDArray[np.float32]
 _Matrices = tuple[_Floats, _Floats]
 _INITS = (True, False, "gaussian", "eva", "orthogonal")
-"""Initialisations that leave the model's weights as they are."""
+"""Initialisations that keep the model's weights."""
 _HARMLESS = {
     "peft_type",
     "peft_version",
@@ -60,14 +55,13 @@ _HARMLESS = {
     "qalora_group_size",
     "ensure_weight_tying",
 }
-"""Fields that are read, repeated by the tensors, or for training only."""
 
 
 def read_adapter(path: Path, spec: ModelSpec) -> Adapter:
-    """Read the adapter in a folder, for a model of this specification.
+    """Read an adapter for a model of this specification.
 
-    Raises ModelNotFoundError, FormatError, or UnsupportedModelError for anything but
-    low-rank matrices of linear layers.
+    Raises ModelNotFoundError, FormatError, or UnsupportedModelError for other than low-rank
+    matrices of linear layers.
     """
     if not find(path, _CONFIG):
         raise ModelNotFoundError(f"{path}: no {_CONFIG}; name the folder that PEFT saved")
@@ -99,7 +93,6 @@ def _check(config: JsonFields) -> None:
 
 
 def _modules(tensors: Mapping[str, StoredTensor]) -> dict[str, _Matrices]:
-    """Pair the matrices by the module's name in the model."""
     halves: dict[str, dict[str, _Floats]] = {}
     for name, tensor in tensors.items():
         if not (match := _NAME.fullmatch(name)):
@@ -131,9 +124,6 @@ def _modules(tensors: Mapping[str, StoredTensor]) -> dict[str, _Matrices]:
 
 
 def _scale(config: JsonFields, module: str, rank: int) -> float:
-    """The factor: alpha / rank or, with rank stabilisation (Kalajdzievski 2023), alpha /
-    sqrt(rank).
-    """
     alpha, patterns = config.number("lora_alpha", 8.0), config.section("alpha_pattern")
     for pattern in patterns:
         if re.search(r"[^\w.-]", pattern):

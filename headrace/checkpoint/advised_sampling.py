@@ -20,9 +20,7 @@ _GGUF = {
 
 
 def advised_sampling(source: Metadata | Path) -> dict[str, Any]:
-    """Read the advised values by field of `SamplingParams`. Raises FormatError for
-    values out of range.
-    """
+    """Read the values by field of `SamplingParams`. Raises FormatError."""
     if isinstance(source, Path):
         path = find(source, "generation_config.json")
         where, names = "generation_config.json", _FOLDER

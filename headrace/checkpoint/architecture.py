@@ -1,4 +1,4 @@
-"""Finding the family of a model's files."""
+"""Finds the family of a model's files."""
 
 import re
 from collections import Counter
@@ -20,10 +20,9 @@ def layout_of(
     where: str,
     tensor_names: Callable[[], Iterable[str]],
 ) -> _Layout:
-    """Find the layout whose files call their architecture `name`.
+    """Find the layout of architecture `name`.
 
-    Raises UnsupportedModelError, which names the family with the most similar tensor
-    names.
+    Raises UnsupportedModelError, which names the most similar family.
     """
     known = []
     for layout in filter(None, layouts):

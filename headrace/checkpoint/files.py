@@ -1,4 +1,4 @@
-"""Reading untrusted files: regular, of bounded size, inside one folder."""
+"""Reads untrusted files."""
 
 import errno
 import json
@@ -16,15 +16,11 @@ MAX_CONFIG_BYTES = 16 << 20
 """The largest known files have 2 MB."""
 _MAX_NAME_BYTES = 255
 _MAX_JSON_VALUES = 2_000_000
-"""Limit of values, which take far more memory than their JSON."""
+"""Values take far more memory than their JSON."""
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """Map a regular file, read-only.
-
-    Raises ModelNotFoundError, FormatError for an empty or irregular file,
-    MemoryLimitError if the address space is full.
-    """
+    """Map a file, read-only. Raises ModelNotFoundError, FormatError, MemoryLimitError."""
     with _opened(path) as (descriptor, size):
         if size == 0:
             raise FormatError(f"{path.name}: the file is empty")
@@ -69,9 +65,8 @@ def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 def member(folder: Path, name: str) -> Path:
     """The path of a file that another file names; it need not exist.
 
-    Raises FormatError for a path instead of a name, and for links that are circular or
-    leave the folder. Links of the Hugging Face cache, from `snapshots/REVISION` to
-    `blobs`, are accepted.
+    Raises FormatError for a path, and for links that leave the folder or are circular. Links of
+    the Hugging Face cache are accepted.
     """
     plain = (
         name.isprintable()
@@ -97,7 +92,7 @@ def member(folder: Path, name: str) -> Path:
 
 
 def find(folder: Path, name: str) -> Path | None:
-    """The path if the file exists, perhaps as a broken link. Raises as `member`."""
+    """The path if the file or a broken link exists. Raises as `member`."""
     return member(folder, name) if os.path.lexists(folder / name) else None
 
 
@@ -111,7 +106,6 @@ def list_names(folder: Path) -> list[str]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[int, int]]:
-    """The descriptor and the size of a regular file."""
     # Without O_NONBLOCK, opening a pipe that was left in the folder would wait for a writer.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     try:

@@ -1,4 +1,4 @@
-"""A short fingerprint of a model: equal ones mean equal tokens and weights."""
+"""A fingerprint of a model: equal fingerprints mean equal tokens and weights."""
 
 from dataclasses import replace
 from hashlib import blake2b
@@ -10,8 +10,7 @@ from headrace.checkpoint.tokenizer import Tokenizer
 
 
 def fingerprint(checkpoint: Checkpoint, tokenizer: Tokenizer) -> str:
-    """Hash the specification without its context, the vocabulary, and three rows of
-    each tensor.
+    """Hash the specification without its context, the vocabulary, and three rows of each tensor.
 
     It detects mistakes, not forgeries.
     """

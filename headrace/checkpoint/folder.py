@@ -22,7 +22,7 @@ _MAX_TEMPLATE_BYTES = 1 << 20
 
 @frozen(eq=False)
 class Folder:
-    """A folder with a checked `config.json`; its weights are not opened yet."""
+    """A folder with a checked `config.json`."""
 
     path: Path
     config: JsonFields
@@ -30,7 +30,7 @@ class Folder:
     spec: ModelSpec
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Read the tensors by the file's names, and join the parts of quantised ones."""
+        """Read the tensors, and join the parts of quantised tensors."""
         tensors, quantisation = read_folder(self.path), self.config.get(_QUANTISATION)
         if quantisation is None:
             return tensors
@@ -52,9 +52,7 @@ def open_folder(path: Path) -> Folder:
 
 
 def chat_template(folder: Path, name: str = "default") -> str | None:
-    """Read a template from its own file or from `tokenizer_config.json`. Raises
-    FormatError.
-    """
+    """Read a template. Raises FormatError."""
     home = folder if name == "default" else find(folder, "additional_chat_templates")
     file_name = "chat_template.jinja" if name == "default" else f"{name}.jinja"
     if home and (path := find(home, file_name)):
@@ -82,7 +80,6 @@ def chat_template(folder: Path, name: str = "default") -> str | None:
 
 
 def model_name(folder: Path) -> str:
-    """The folder's name, or the repository's name in the Hugging Face cache."""
     if folder.parent.name == "snapshots":
         return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
     return Path(os.path.realpath(folder)).name

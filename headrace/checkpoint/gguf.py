@@ -1,10 +1,7 @@
-"""GGUF v2 and v3 files, memory-mapped and bounds-checked; nothing in a file is trusted.
+"""GGUF v2 and v3 files, memory-mapped, bounds-checked and untrusted (ggml, `docs/gguf.md`).
 
-Layout (ggml, `docs/gguf.md`), little endian: magic, version, tensor count, key-value
-count; key-values; tensor records (name, dimensions, type, offset); padding; tensor
-data. Each size is compared with the remaining bytes before anything is allocated.
-Metadata values are decoded when they are read, so that opening a file takes little
-memory.
+Layout, little endian: magic, version, tensor count, key-value count; key-values; tensor records
+(name, dimensions, type, offset); padding; tensor data.
 """
 
 import math
@@ -25,16 +22,13 @@ from headrace.quant.formats import FORMATS, StoredTensor
 from headrace.record import frozen
 
 _MAX_RECORDS = 65_536
-"""Limit of key-values, and of tensors."""
 _MAX_KEY_BYTES = 65_535
 _MAX_NAME_BYTES = 64
 MAX_DIMS = 4
 _MAX_ARRAY_DEPTH = 4
 MAX_ALIGNMENT = 64 << 10
 _MAX_TEXT_BYTES = 4 << 20
-"""Limit of a string that is read; the longest are chat templates."""
 _MAX_STRINGS = 4 << 20
-"""Limit of an array that is read: strings take far more memory than file."""
 _INT64_MAX = 2**63 - 1
 
 BOOL, STRING, ARRAY = 7, 8, 9
@@ -68,7 +62,7 @@ _U64 = struct.Struct("<Q").unpack_from
 
 
 class _Cursor:
-    """A position in the map that never passes its end."""
+    """A position that never passes the end of the map."""
 
     def __init__(self, data: mmap.mmap, name: str, offset: int = 0) -> None:
         self.data = data
@@ -80,7 +74,6 @@ class _Cursor:
         raise FormatError(f"{self.name}: {message} (at byte {self.offset:,})")
 
     def take(self, size: int, item: str) -> int:
-        """Skip `size` bytes and return their start."""
         start = self.offset
         if size > len(self.data) - start:
             self.fail(f"{item} needs {size:,} bytes, but {len(self.data) - start:,} remain")
@@ -135,7 +128,6 @@ class _Cursor:
             self.fail(f"unknown value type {kind}")
 
     def value(self, kind: int) -> Any:
-        """Decode the value at the cursor, which `skip_value` has checked."""
         if kind == STRING:
             size = self.u64("a string length")
             if size > _MAX_TEXT_BYTES:
@@ -162,14 +154,12 @@ class _Cursor:
 
 
 class RawValue(NamedTuple):
-    """An encoded value of the metadata."""
-
     kind: int
     data: bytes
 
 
 class Metadata(Fields):
-    """The key-values of a GGUF file, each decoded when it is read."""
+    """The key-values of a file, each decoded when it is read."""
 
     def __init__(self, data: mmap.mmap, name: str, entries: dict[str, tuple[int, int]]) -> None:
         self._data = data
@@ -186,9 +176,7 @@ class Metadata(Fields):
         return len(self._entries)
 
     def __getitem__(self, key: str) -> Any:
-        """int, float, bool, str, a numeric array (a view of the file), or a list of
-        strings or arrays.
-        """
+        """int, float, bool, str, a numeric array (a view), or a list of strings or arrays."""
         kind, offset = self._entries[key]
         try:
             return _Cursor(self._data, self.where, offset).value(kind)
@@ -198,7 +186,6 @@ class Metadata(Fields):
             ) from error
 
     def raw(self, key: str) -> RawValue:
-        """The value as the file encodes it."""
         kind, offset = self._entries[key]
         cursor = _Cursor(self._data, self.where, offset)
         cursor.skip_value(kind)
@@ -224,9 +211,7 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Raises FormatError with the offset, or UnsupportedModelError for a tensor type
-    outside `FORMATS`.
-    """
+    """Raises FormatError with the offset, or UnsupportedModelError for a tensor type."""
     cursor = _Cursor(map_file(path), path.name)
     start = cursor.take(4, "the magic number")
     if cursor.data[start : start + 4] != b"GGUF":

@@ -1,4 +1,4 @@
-"""Opening a file or folder as a checkpoint, with all tensors by our names."""
+"""Opens a file or folder as a checkpoint, with tensors by our names."""
 
 import math
 import os
@@ -27,7 +27,7 @@ _MAX_EXPERTS = 1 << 16
 """Limit of experts in all layers together."""
 _MAX_SIZE = 2**31 - 1
 _MAX_WIDTH = 1 << 20
-"""Limit of query columns, which bounds the tables that are built per column."""
+"""Limit of query columns, which bounds tables per column."""
 
 
 @frozen(eq=False)
@@ -40,14 +40,13 @@ class Checkpoint:
     chat_template: str | None
     tokenizer_source: Metadata | Path
     tool_template: str | None = None
-    """The template for conversations with tools, if it is another one."""
 
     def advised_sampling(self) -> dict[str, Any]:
-        """The authors' sampling parameters by field. Raises FormatError."""
+        """Raises FormatError."""
         return advised_sampling(self.tokenizer_source)
 
     def load_tokenizer(self) -> "Tokenizer":
-        """Build the tokenizer, importing its library. Raises as the builders."""
+        """Build the tokenizer. Raises as the builders."""
         if isinstance(self.tokenizer_source, Path):
             from headrace.checkpoint.tokenizer_hf import tokenizer_from_folder
 
@@ -61,9 +60,8 @@ def open_checkpoint(path: Path, *, is_absorbed: bool = False) -> Checkpoint:
     """Open a GGUF file or a folder; `is_absorbed` chooses the form of multi-head latent
     attention.
 
-    Raises ModelNotFoundError, FormatError (malformed, or a missing or misshapen
-    tensor), or UnsupportedModelError (unknown architecture, tensor type or feature;
-    pickled weights).
+    Raises ModelNotFoundError, FormatError, or UnsupportedModelError (architecture, tensor type,
+    feature, pickled weights).
     """
     return _open_folder(path, is_absorbed) if os.path.isdir(path) else _open_gguf(path, is_absorbed)
 
@@ -128,9 +126,7 @@ def _with_form(spec: ModelSpec, is_absorbed: bool) -> ModelSpec:
 
 
 def checked_spec(spec: ModelSpec, where: str) -> ModelSpec:
-    """Return the specification. Raises FormatError for sizes and constants that
-    equations cannot use.
-    """
+    """Return the specification. Raises FormatError for unusable sizes and constants."""
 
     def require(condition: bool, message: str) -> None:
         if not condition:

@@ -1,8 +1,7 @@
 """Rules that split text before byte-level BPE, by the name in `tokenizer.ggml.pre`.
 
-Names and settings are llama.cpp's (`llama-vocab.cpp`), expressions are from the models'
-`tokenizer.json`. Other names are refused: a wrong split changes token ids without an
-error.
+Names are llama.cpp's (`llama-vocab.cpp`). Others are refused: a wrong split changes token ids
+without an error.
 """
 
 # ruff: noqa: RUF001 - the expressions contain letters that look like others
@@ -41,15 +40,14 @@ _TEKKEN = (
 
 @frozen
 class PreTokenizer:
-    """Expressions that split text in turn, with their settings."""
+    """Expressions that split text in turn."""
 
     expressions: tuple[str, ...]
     whole_words: bool = False
-    """Whether a word that is a token is not merged (`ignore_merges`)."""
+    """A word that is a token is not merged (`ignore_merges`)."""
     adds_bos: bool = False
-    """Whether prompts start with BOS by default."""
     composes: bool = False
-    """Whether text is normalised to Unicode NFC."""
+    """Text is normalised to Unicode NFC."""
 
     def build(self) -> pre_tokenizers.PreTokenizer:
         splits = [

@@ -1,8 +1,7 @@
-"""safetensors files (huggingface/safetensors), single and sharded, memory-mapped.
+"""safetensors files, single and sharded, memory-mapped.
 
-Layout: header length (u64, little endian), a JSON object `name -> dtype, shape,
-data_offsets`, data without gaps, row-major. The official reader needs torch for
-bfloat16.
+Layout: header length (u64, little endian), a JSON object `name -> dtype, shape, data_offsets`,
+data without gaps, row-major.
 """
 
 import json
@@ -24,15 +23,11 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAX_TENSORS = 65_536
 _MAX_INDEX_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 6 << 20
-"""96 bytes per tensor; the format's own limit of 100 MB would let headers take too much
-memory.
-"""
+"""96 bytes per tensor; the format's own limit of 100 MB would take too much memory."""
 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """Views of the file by name. Raises FormatError, or UnsupportedModelError for an
-    unknown dtype.
-    """
+    """Views of the file by name. Raises FormatError or UnsupportedModelError."""
     mapped = map_file(path)
     size = int.from_bytes(mapped[:8], "little")
     if len(mapped) < 8 or size > len(mapped) - 8:
@@ -78,8 +73,8 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
-    """Read a file or indexed shards. Raises as `read_safetensors`, and
-    UnsupportedModelError for pickles.
+    """Read a file or shards. Raises as `read_safetensors`, and UnsupportedModelError for
+    pickles.
     """
     if index := find(folder, _INDEX):
         return _read_shards(folder, index)

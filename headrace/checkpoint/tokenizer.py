@@ -1,4 +1,4 @@
-"""Exact conversion of text to token ids and back, on the `tokenizers` library."""
+"""Exact conversion of text to token ids and back."""
 
 import codecs
 import re
@@ -46,9 +46,7 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 def library_calls(subject: str, error: type[HeadraceError] = FormatError) -> Iterator[None]:
     """Convert the tokenizer library's errors to `error`.
 
-    It raises plain `Exception` and, for wrong values, Python's errors. Damaged files
-    can cause a Rust panic, a `BaseException` that passes all other handlers. Other
-    exceptions come from signal handlers.
+    It raises plain `Exception`, and a Rust panic is a `BaseException`.
     """
     try:
         yield
@@ -66,23 +64,22 @@ def library_calls(subject: str, error: type[HeadraceError] = FormatError) -> Ite
 
 @frozen
 class Vocabulary:
-    """Facts about tokens that the tokenizer does not have."""
+    """Facts about tokens that the tokenizer lacks."""
 
     byte_level: bool
-    """Tokens are spelt in GPT-2's byte alphabet, otherwise with U+2581 for a space."""
+    """GPT-2's byte alphabet, otherwise U+2581 for a space."""
     strip_space: bool = False
     """Encoding adds a space before the text, decoding removes it."""
     bos_id: int | None = None
     eos_id: int | None = None
     end_ids: frozenset[int] = frozenset()
-    """Further ids that end generation."""
 
 
 class Tokenizer:
     """A thread-safe tokenizer."""
 
     def __init__(self, backend: tokenizers.Tokenizer, vocabulary: Vocabulary, where: str) -> None:
-        """`where` names the file in messages. Raises FormatError if "" cannot be encoded."""
+        """`where` names the file in messages. Raises FormatError."""
         with library_calls(where):
             self._parsing = backend
             self._plain = _without_special_parsing(backend)
@@ -110,7 +107,6 @@ class Tokenizer:
             return self._parsing.get_vocab_size(with_added_tokens=True)
 
     def to_json(self) -> str:
-        """The `tokenizer.json`, with a decoder."""
         with library_calls("the tokenizer"):
             backend = tokenizers.Tokenizer.from_str(self._parsing.to_str())
             if self.vocabulary.byte_level:
@@ -138,9 +134,8 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Encode `text`; `add_special` adds tokens around a prompt, usually BOS.
 
-        With `parse_special`, control tokens in the text become such tokens: for
-        rendered chat templates, never for user text. Raises RequestError for lone
-        surrogates, and for text without tokens.
+        `parse_special` reads control tokens in rendered chat templates, never in user text.
+        Raises RequestError for lone surrogates, and for no tokens.
         """
         with library_calls("the tokenizer cannot encode this text", RequestError):
             return self._encode(text, add_special, parse_special)
@@ -153,14 +148,12 @@ class Tokenizer:
             raise RequestError("the text is not valid Unicode: it has lone surrogates") from error
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Decode to text, in which invalid UTF-8 becomes U+FFFD."""
+        """Decode; invalid UTF-8 becomes U+FFFD."""
         decoder = self.decoder(skip_special)
         return "".join([decoder.push(token_id) for token_id in ids]) + decoder.flush()
 
     def decoder(self, skip_special: bool = True, continues: bool = False) -> "Detokeniser":
-        """Make a detokeniser; with `continues`, text precedes the tokens, so a leading
-        space stays.
-        """
+        """Make a detokeniser; `continues` keeps a leading space."""
         return Detokeniser(
             self, skip_special, strip_space=self.vocabulary.strip_space and not continues
         )
@@ -173,7 +166,6 @@ class Tokenizer:
         return spelt
 
     def _content(self, token_id: int | None) -> str:
-        """The spelling; "" for an unknown id."""
         if token_id is None or not 0 <= token_id < 2**32:
             return ""
         with library_calls("the tokenizer"):
@@ -194,10 +186,7 @@ class Tokenizer:
 
 
 class Detokeniser:
-    """Text of a growing sequence, by whole characters.
-
-    All results of `push` and `flush` together equal `decode`.
-    """
+    """Text of a growing sequence. All results of `push` and `flush` together equal `decode`."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, strip_space: bool) -> None:
         self._tokenizer = tokenizer
@@ -212,7 +201,6 @@ class Detokeniser:
         return clone
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes."""
         if token_id in self._skipped:
             return ""
         data = self._tokenizer.token_bytes(token_id)
@@ -222,7 +210,7 @@ class Detokeniser:
         return self._utf8.decode(data)
 
     def flush(self) -> str:
-        """The rest: "", or U+FFFD for an incomplete character."""
+        """U+FFFD for an incomplete character, otherwise empty."""
         return self._utf8.decode(b"", final=True)
 
 
@@ -231,7 +219,6 @@ def _utf8_decoder() -> codecs.IncrementalDecoder:
 
 
 def _without_special_parsing(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A tokenizer over the same model that reads control tokens as text."""
     plain = tokenizers.Tokenizer(backend.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor"):
         if getattr(backend, part) is not None:

@@ -1,6 +1,4 @@
-"""Tokenizers from GGUF metadata: byte-level BPE, SentencePiece's BPE or unigram model
-(Kudo 2018).
-"""
+"""Tokenizers from GGUF metadata: BPE and unigram models (Kudo 2018)."""
 
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, processors
@@ -15,19 +13,17 @@ from headrace.errors import FormatError, UnsupportedModelError
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _ADDED = (_UNKNOWN, _CONTROL, _USER_DEFINED)  # matched before the text is split
 _NEVER = -1e6
-"""Score of a unigram token that no text may become."""
+"""Score of an impossible unigram token."""
 _MAX_PIECE = 512
-"""Characters of a SentencePiece token: its merges take quadratic time."""
+"""Merges of a SentencePiece token take quadratic time."""
 _MAX_MERGES = 8
-"""Limit of average merges per SentencePiece token; real vocabularies have two or three."""
+"""Mean merges per SentencePiece token; real vocabularies have two or three."""
 
 _PREFIX = "tokenizer.ggml."
 
 
 def tokenizer_from_gguf(metadata: Metadata) -> Tokenizer:
-    """Raises FormatError for inconsistent metadata, UnsupportedModelError for an
-    unknown model.
-    """
+    """Raises FormatError or UnsupportedModelError."""
     model = metadata.string(f"{_PREFIX}model")
     tokens = metadata.strings(f"{_PREFIX}tokens")
     types = _token_types(metadata, len(tokens))
@@ -127,9 +123,7 @@ def _sentencepiece_model(metadata: Metadata, vocab: dict[str, int], types: list[
 
 
 def _unigram_model(metadata: Metadata, vocab: dict[str, int], types: list[int]) -> models.Unigram:
-    """The library matches all tokens, so control tokens and byte names get scores below
-    any other spelling.
-    """
+    """Control tokens get scores below any spelling, because the library matches all tokens."""
     in_text = (_NORMAL, _USER_DEFINED)
     typed_tokens = list(zip(vocab, types, strict=True))
     characters = {token for token, kind in typed_tokens if kind in in_text and len(token) == 1}
@@ -154,7 +148,6 @@ def _unigram_model(metadata: Metadata, vocab: dict[str, int], types: list[int]) 
 
 
 def _sentencepiece_normalizer(metadata: Metadata, space: bool) -> normalizers.Normalizer:
-    """The file's character map, then spaces as U+2581."""
     steps: list[normalizers.Normalizer] = []
     if f"{_PREFIX}precompiled_charsmap" in metadata:
         steps.append(
@@ -185,7 +178,6 @@ def _scores(metadata: Metadata, count: int) -> list[float]:
 def _merges_from_scores(
     metadata: Metadata, vocab: dict[str, int], types: list[int], scores: list[float]
 ) -> list[tuple[str, str]]:
-    """All ways to join two tokens, best score first; ties as in transformers' converter."""
     tokens = list(vocab)
     ranked: list[tuple[float, int, int, int, int]] = []
     for token, kind, score in zip(tokens, types, scores, strict=True):
@@ -206,7 +198,6 @@ def _merges_from_scores(
 
 
 def _surround(backend: tokenizers.Tokenizer, first: int | None, last: int | None) -> None:
-    """Put these ids around texts that are encoded with `add_special`."""
     special = [
         (name, token_id)
         for name, token_id in (("first", first), ("last", last))

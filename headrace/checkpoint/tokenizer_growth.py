@@ -11,11 +11,11 @@ from headrace.errors import FormatError
 
 _MAX_GROWTH = 256
 _ADDED_ONCE = 64
-"""Characters or tokens that a real file may add around a text."""
+"""Characters or tokens that a file may add around a text."""
 
 
 def check_growth(backend: tokenizers.Tokenizer, where: str) -> None:
-    """Raise FormatError if normaliser and post-processor multiply a text."""
+    """Raise FormatError if the tokenizer multiplies a text."""
     parts = [
         json.loads(part.__getstate__())
         for part in (backend.normalizer, backend.post_processor)

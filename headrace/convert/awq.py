@@ -1,9 +1,7 @@
 """AWQ (Lin et al. 2023): scale up the columns with large activations before rounding.
 
-Scaling a column by s, and its input by 1 / s, divides the column's rounding error in
-the output by about s. The factors are a^alpha for the root mean square a of a column's
-input (the paper takes the mean magnitude). Of 21 alphas, the one with the smallest
-output error is taken. Ranges of groups are clipped as in `quant/rounding.py`.
+The factors are a^alpha for the root mean square a of a column's input (the paper takes the mean
+magnitude). Of 21 alphas, the best is taken.
 """
 
 from collections.abc import Mapping
@@ -22,7 +20,7 @@ from headrace.quant.spec import QuantSpec, dequantise_rows
 
 _ALPHAS = np.linspace(0, 1, 21, dtype=np.float32)
 _MIN_ACTIVATION = np.float32(1e-4)
-"""Lower bound, relative to the geometric mean of all columns."""
+"""Lower bound relative to the geometric mean."""
 
 
 def awq(
@@ -34,11 +32,10 @@ def awq(
     threads: int,
     on_progress: ProgressCallback,
 ) -> tuple[Scalings, dict[str, Floats]]:
-    """Choose the scalings, and compute the mean squares [cols] of scaled inputs by
-    matrix.
+    """Choose the scalings, and mean squares [cols] of scaled inputs by matrix.
 
-    Inputs that cannot be scaled have mean squares only; down projections of experts
-    have neither.
+    Inputs that cannot be scaled have mean squares only; down projections of experts have
+    neither.
     """
     groups = scaling_groups(trace_model(spec, tensors), names)
     group_of = {name: group for group in groups for name in group.readers}
@@ -59,9 +56,7 @@ def awq(
 def _best_factors(
     group: ScalingGroup, products: Floats, matrices: list[StoredTensor], target: QuantSpec
 ) -> Floats:
-    """The factors with the smallest sum of tr(dW H dW^T), for rounding errors dW and H
-    = X^T X.
-    """
+    """Minimise tr(dW H dW^T), for rounding errors dW and H = X^T X."""
     activations = np.sqrt(
         np.bincount(group.columns, np.diag(products)) / np.bincount(group.columns)
     ).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The place of a converted model, which appears when the model is complete."""
+"""The place of a converted model."""
 
 import os
 import shutil
@@ -10,7 +10,6 @@ from headrace.errors import HeadraceError, RequestError
 
 
 def check_destination(out: Path) -> None:
-    """Raise RequestError if `out` exists or cannot be written."""
     parent = out.absolute().parent
     if os.path.lexists(out):
         raise RequestError(f"{out} exists; remove it, or name another place")
@@ -21,7 +20,6 @@ def check_destination(out: Path) -> None:
 
 
 def check_disk_space(out: Path, nbytes: int) -> None:
-    """Raise RequestError if the disk has less than `nbytes` free."""
     free = shutil.disk_usage(out.absolute().parent).free
     if nbytes > free:
         raise RequestError(
@@ -32,9 +30,8 @@ def check_disk_space(out: Path, nbytes: int) -> None:
 
 @contextmanager
 def atomic_output(out: Path) -> Iterator[Path]:
-    """Yield a path that is renamed to `out` at the end, or removed after an error.
-
-    Raises HeadraceError if the disk refuses.
+    """Yield a path that is renamed to `out` at the end. Raises HeadraceError if the disk
+    refuses.
     """
     scratch = out.with_name(f".{out.name}.{os.getpid()}.unfinished")
     try:
@@ -53,7 +50,7 @@ def atomic_output(out: Path) -> Iterator[Path]:
 
 
 def _sync(path: Path) -> None:
-    """Flush to the disk, so that a crash cannot leave a name without content."""
+    """Flush to the disk, so that a crash leaves no name without content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

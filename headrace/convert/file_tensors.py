@@ -1,6 +1,4 @@
-"""The tensors of a file, made from the model's tensors: the inverse of
-`checkpoint/assemble.py`.
-"""
+"""Makes the tensors of a file from the model's tensors: the inverse of `checkpoint/assemble.py`."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -21,23 +19,18 @@ class TensorSlice:
 
     name: str
     rows: Rows
-    """Rows of the file's tensor, or entries of a vector, in the model's order."""
+    """Rows or entries, in the model's order."""
     offset: float = 0.0
-    """Added to the stored entries of a vector by the loader."""
+    """The loader adds it to the entries of a vector."""
     columns: Rows | None = None
-    """Stored columns of a transposed matrix for the model's rows; `rows` hold the
-    model's columns.
-    """
+    """Stored columns of a transposed matrix; `rows` hold the model's columns."""
 
 
 @frozen(eq=False)
 class FileTensor:
-    """A tensor of a file, made of tensors of the model."""
-
     shape: tuple[int, ...]
     """[rows, cols], or [entries]."""
     slices: tuple[TensorSlice, ...]
-    """Each row is in one slice."""
 
     @property
     def is_transposed(self) -> bool:
@@ -72,9 +65,7 @@ class FileTensor:
 def file_tensors(
     spec: ModelSpec, layout: Layout, names: Iterable[str] = ()
 ) -> dict[str, FileTensor]:
-    """List the tensors of a model's file. Some layouts depend on the `names` in an
-    existing file.
-    """
+    """List the tensors of a file. Some layouts depend on existing `names`."""
     layout = layout.for_names(set(names))
     places, shapes = locate_tensors(spec, layout), stored_shapes(spec, layout)
     slices: defaultdict[str, list[TensorSlice]] = defaultdict(list)

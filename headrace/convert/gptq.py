@@ -1,9 +1,7 @@
 """GPTQ (Frantar et al. 2022): round column by column, and let later columns compensate.
 
-An error dW changes the output by tr(dW H dW^T) with H = X^T X. Columns with a large
-diagonal of H come first ("act order"), but groups keep the original order ("static
-groups"), so the result needs no column order. Ranges are clipped by errors weighted
-with the diagonal of H.
+An error dW costs tr(dW H dW^T) with H = X^T X. Columns with a large diagonal of H come first
+("act order"), but groups keep the original order ("static groups").
 """
 
 import numpy as np
@@ -19,16 +17,15 @@ from headrace.quant.rounding import (
 from headrace.quant.spec import QuantSpec, TableRows
 
 DAMPING = 0.01
-"""Added to the diagonal of H, relative to its mean, to make H invertible."""
+"""Relative to the mean diagonal of H; makes H invertible."""
 _BLOCK = 128
-"""Columns that compensate each other at once; later columns follow in one product."""
+"""Columns that compensate each other at once."""
 
 
 def gptq(
     weights: Floats, products: Floats, spec: QuantSpec, *, damping: float = DAMPING
 ) -> TableRows:
-    """Round a matrix [rows, cols], given the mean products X^T X [cols, cols] of its
-    input.
+    """Round a matrix [rows, cols], given its input's mean products X^T X [cols, cols].
 
     Raises numpy.linalg.LinAlgError if the damped products are not positive definite.
     """

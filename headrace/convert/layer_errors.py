@@ -1,4 +1,4 @@
-"""The output error of each quantised layer, to find layers worth more bits."""
+"""The output error of each quantised layer."""
 
 import math
 import re
@@ -26,7 +26,7 @@ def layer_errors(
 ) -> dict[int, float]:
     """Compute |X dW^T| / |X W^T| by layer, for inputs X of the unquantised model.
 
-    Errors of earlier layers, and down projections of experts, are left out.
+    Down projections of experts are left out.
     """
     error_squares: defaultdict[int, float] = defaultdict(float)
     output_squares: defaultdict[int, float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""The matrices of a model that are quantised, and rounding one matrix."""
+"""Finds and rounds the matrices that are quantised."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -20,19 +20,17 @@ from headrace.quant.rounding import round_to_nearest
 from headrace.quant.spec import QuantSpec, TableRows
 
 ProgressCallback = Callable[[float], None]
-"""Called with the finished part of the work, from 0 to 1."""
+"""Receives the finished share, from 0 to 1."""
 Target = QuantSpec | str
 """Codes with tables of scales, or the name of a block format of GGUF."""
 
 _CHUNK_VALUES = 1 << 24
-"""Weights that are float32 at a time."""
 
 
 def quantisable(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """List the matrices of linear ops and experts in program order.
+    """List the matrices of linear ops and experts.
 
-    Matrices that make logits, look up tokens or route to experts are small and
-    sensitive, so they are left out.
+    Logits, token lookups and routers are small and sensitive, so they are left out.
     """
     program = trace_model(spec, tensors)
     router_outputs = {
@@ -65,11 +63,9 @@ def expert_matrices(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> set
 def round_matrix(
     tensor: StoredTensor, target: Target, importance: Floats | None = None
 ) -> StoredTensor:
-    """Round a matrix to the nearest; `importance` [cols] weights the squared errors of
-    columns.
+    """Round to the nearest; `importance` [cols] weights squared errors.
 
-    Raises RequestError, which names the tensor, if the format does not divide the
-    columns or a weight is not finite.
+    Raises RequestError if the format does not divide the columns or a weight is not finite.
     """
     if isinstance(target, QuantSpec):
         rows = [
@@ -93,7 +89,7 @@ def round_matrix(
 
 
 def encode_rows(name: str, target: str, rows: Floats, importance: Floats | None = None) -> Bytes:
-    """Encode rows in a block format. Raises RequestError, which names the tensor."""
+    """Raises RequestError, which names the tensor."""
     try:
         return encode(target, rows, importance)
     except ValueError as error:
@@ -103,9 +99,7 @@ def encode_rows(name: str, target: str, rows: Floats, importance: Floats | None 
 def quantised_matrix(
     tensor: StoredTensor, target: QuantSpec, chunks: list[TableRows]
 ) -> StoredTensor:
-    """Join rows to a matrix that replaces `tensor`; W8A8 and LLM.int8 get formats for
-    int8 activations by row.
-    """
+    """Join rows to a matrix that replaces `tensor`."""
     if target in (W8A8, LLM_INT8):
         signed = np.concatenate([chunk.codes for chunk in chunks])[..., None] ^ np.uint8(0x80)
         scales = np.concatenate([chunk.scales[:, 0] for chunk in chunks])
@@ -127,7 +121,6 @@ def quantised_matrix(
 
 
 def row_chunks(tensor: StoredTensor) -> Iterator[Floats]:
-    """Dequantise some rows at a time."""
     step = max(1, _CHUNK_VALUES // tensor.cols)
     for first in range(0, tensor.rows, step):
         yield tensor.dequantise_rows(range(first, min(first + step, tensor.rows)))

@@ -1,4 +1,4 @@
-"""Quantisation methods: a preparation that may read a text, then matrix by matrix."""
+"""Quantisation methods."""
 
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple, get_args
@@ -29,11 +29,9 @@ class PreparedModel(NamedTuple):
     """A model before its matrices are rounded."""
 
     tensors: Mapping[str, StoredTensor]
-    """All tensors. Matrices to be quantised are scaled when they are read, others are
-    scaled already.
-    """
+    """Matrices to quantise are scaled when they are read."""
     importance: Mapping[str, Floats]
-    """Weights of the squared errors of columns [cols], by matrix."""
+    """Weights of squared errors [cols], by matrix."""
 
 
 def prepare_model(
@@ -46,9 +44,7 @@ def prepare_model(
     threads: int,
     on_progress: ProgressCallback,
 ) -> PreparedModel:
-    """Prepare a method with pieces of a calibration text. Raises RequestError if the
-    method does not fit the target.
-    """
+    """Prepare a method. Raises RequestError if it does not fit the target."""
     if method == "imatrix":
         stats = input_column_stats(
             update_squares, spec, tensors, names, pieces, threads, on_progress
@@ -80,9 +76,7 @@ def quantise_matrices(
     pieces: list[list[int]],
     threads: int,
 ) -> Matrices:
-    """Yield the quantised matrices in the method's order; GPTQ rounds experts to the
-    nearest.
-    """
+    """Yield the quantised matrices; GPTQ rounds experts to the nearest."""
     to_nearest = names
     if method == "gptq" and isinstance(target, QuantSpec):
         experts = expert_matrices(spec, model.tensors)

@@ -1,9 +1,10 @@
-"""Measures of quantisation, on pieces of a text that are read with an empty KV cache.
+"""Measures of quantisation.
 
-* NLL: the mean negative log-likelihood of a token, in nats; perplexity is exp(NLL).
-* KL: the divergence KL(reference, model) of next-token distributions, mean and 99th
-  percentile.
-* Agreement: the share of positions at which both models have the same likeliest token.
+* NLL: the mean negative log-likelihood of a token, in nats.
+
+* KL: the divergence KL(reference, model) of next-token distributions.
+
+* Agreement: the share of positions with the same likeliest token.
 """
 
 import math
@@ -25,17 +26,12 @@ from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
 
 _ROWS = 64
-"""Rows whose logits are in memory at a time."""
 _PREFILL_RUNS, _DECODE_RUNS = 3, 30
-"""Runs whose median gives a speed."""
 
 
 @frozen
 class Quality:
-    """How well a model predicts a text."""
-
     tokens: int
-    """Predicted tokens."""
     nll: float
     nll_error: float
     """Standard error."""
@@ -72,7 +68,7 @@ class Scorer:
         )
 
     def log_probabilities(self, piece: Sequence[int]) -> Iterator[Floats]:
-        """Yield log-probabilities of next tokens in chunks [rows, vocabulary]."""
+        """Yield chunks [rows, vocabulary]."""
         for first in range(0, len(piece), _ROWS):
             batch = self._batch(piece, first, min(first + _ROWS, len(piece)))
             logits = forward(self.executable, batch).logits
@@ -107,14 +103,12 @@ class Scorer:
 
 
 def split_pieces(ids: Sequence[int], length: int, tokens: int) -> list[list[int]]:
-    """Cut `tokens` tokens into pieces of `length`, or one shorter piece."""
+    """Cut tokens into pieces of `length`, or one shorter piece."""
     count = max(1, min(tokens, len(ids)) // length)
     return [list(ids[i * length : (i + 1) * length]) for i in range(count)]
 
 
 class QualityMeter:
-    """Accumulates predictions of pieces of text."""
-
     def __init__(self) -> None:
         self._losses: list[Floats] = []
         self._divergences: list[Floats] = []
@@ -123,9 +117,7 @@ class QualityMeter:
     def add(
         self, piece: Sequence[int], predicted: Iterator[Floats], reference: Iterator[Floats] | None
     ) -> None:
-        """Add a piece with the results of `Scorer.log_probabilities`; the last row has
-        no correct token.
-        """
+        """`predicted` and `reference` are results of `Scorer.log_probabilities`."""
         position = 0
         for q in predicted:
             rows = min(len(q), len(piece) - 1 - position)

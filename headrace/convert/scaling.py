@@ -1,10 +1,7 @@
-"""Equivalent scalings: multiply columns of matrices, and divide their input by the
-factors.
+"""Multiplies columns of matrices, and divides their input by the factors.
 
-The model's function stays, but it is easier to quantise (SmoothQuant, Xiao et al. 2022;
-AWQ, Lin et al. 2023). The op before the matrices absorbs the division: a norm in its
-weight and bias, a gated unit in the rows of `up`, relu in the rows of the matrix before
-it, attention in the rows of `v`, with one set of factors per KV head.
+The model's function stays, but it is easier to quantise (SmoothQuant, Xiao et al. 2022; AWQ,
+Lin et al. 2023). The op before the matrices absorbs the division.
 """
 
 from collections import Counter, defaultdict
@@ -27,32 +24,30 @@ from headrace.record import frozen
 
 @frozen(eq=False)
 class ScalingGroup:
-    """A value whose columns may be scaled, with the affected tensors."""
+    """A value whose columns may be scaled."""
 
     readers: tuple[str, ...]
     """Matrices whose columns are multiplied."""
     producers: tuple[str, ...]
-    """Tensors whose rows or entries, one per factor, are divided."""
+    """Tensors whose rows or entries are divided."""
     columns: NDArray[np.int64]  # [columns of the value]
     """The index of each column's factor."""
 
 
 class Scalings:
-    """Factors of the rows and columns of tensors, by name."""
-
     def __init__(self) -> None:
         self.rows: dict[str, Floats] = {}
         self.columns: dict[str, Floats] = {}
 
     def add(self, group: ScalingGroup, factors: Floats) -> None:
-        """Divide the columns of a group's value by positive factors."""
+        """Divide a value's columns by positive factors."""
         for name in group.readers:
             self.columns[name] = factors[group.columns]
         for name in group.producers:
             self.rows[name] = np.float32(1) / factors
 
     def apply(self, tensor: StoredTensor) -> StoredTensor:
-        """The tensor with factors that are applied whenever rows are dequantised."""
+        """Scale a tensor when its rows are dequantised."""
         rows, columns = self.rows.get(tensor.name), self.columns.get(tensor.name)
         if rows is None and columns is None:
             return tensor
@@ -76,9 +71,7 @@ class Scalings:
     def apply_all(
         self, tensors: Mapping[str, StoredTensor], lazy: Collection[str]
     ) -> dict[str, StoredTensor]:
-        """All tensors; those in `lazy` are scaled when they are read, others become
-        float32 now.
-        """
+        """Scale all tensors; those in `lazy` when they are read."""
         result = dict(tensors)
         for name in self.rows.keys() | self.columns.keys():
             scaled = self.apply(tensors[name])
@@ -89,10 +82,9 @@ class Scalings:
 
 
 def scaling_groups(program: Program, names: Collection[str]) -> list[ScalingGroup]:
-    """List the scalable values that the named matrices read, in program order.
+    """List the scalable values that the named matrices read.
 
-    Other readers than linear ops and experts, and tensors with a second use, prevent
-    scaling.
+    Other readers, and tensors with a second use, prevent scaling.
     """
     flow = _DataFlow(program)
     uses = Counter(weight.name for op in program.ops for weight in op.weights())
@@ -109,7 +101,6 @@ def scaling_groups(program: Program, names: Collection[str]) -> list[ScalingGrou
 
 
 def gather_sources(program: Program) -> dict[int, Value]:
-    """The value that rows were gathered from, or the value itself, by value id."""
     sources: dict[int, Value] = {}
     for op in program.ops:
         if out := op.output():
@@ -124,8 +115,6 @@ class _Producers(NamedTuple):
 
 
 class _DataFlow:
-    """Writers and readers of values, without gathers."""
-
     def __init__(self, program: Program) -> None:
         self._writer = {out.id: op for op in program.ops if (out := op.output())}
         self._attention = Counter(op.layer for op in program.ops if isinstance(op, Attention))
@@ -151,7 +140,6 @@ class _DataFlow:
         return ScalingGroup(tuple(readers), producers.names, producers.entries)
 
     def _producers(self, op: Op) -> _Producers | None:
-        """The tensors that the columns of an op's result are proportional to."""
         if isinstance(op, Norm) and op.weight.cols == op.x.width:
             names = tuple(weight.name for weight in op.vectors())
             return _Producers(names, np.arange(op.x.width))
@@ -171,7 +159,6 @@ class _DataFlow:
         return None
 
     def _linear_rows(self, value: Value) -> _Producers | None:
-        """The tensors of the linear op that makes a value with one reader."""
         op = self._writer[value.id]
         if not isinstance(op, Linear) or len(self.readers[value.id]) != 1:
             return None

@@ -15,9 +15,7 @@ def num_blocks(length: int) -> int:
 def sequence_batch(
     tokens: Sequence[int], first: int, end: int, num_logits: int, blocks: int, num_groups: int
 ) -> RaggedBatch:
-    """Make the batch of tokens `first` to `end`, with logits for the last `num_logits`
-    rows.
-    """
+    """Make a batch with logits for the last `num_logits` rows."""
     positions, rows = ints(list(range(first, end))), end - first
     logit_rows = ints(list(range(max(0, rows - num_logits), rows)))
     return RaggedBatch(

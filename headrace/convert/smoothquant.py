@@ -1,7 +1,6 @@
 """SmoothQuant (Xiao et al. 2022): move outliers of activations into the weights.
 
-Column j of an input is divided by s_j = max|X_j|^alpha / max|W_j|^(1 - alpha), and
-column j of its matrices multiplied by s_j.
+Column j of an input is divided by s_j = max|X_j|^alpha / max|W_j|^(1 - alpha).
 """
 
 from collections.abc import Mapping
@@ -43,7 +42,6 @@ def smoothquant(
 
 
 def _factors(group: ScalingGroup, activations: Floats, weights: Floats, alpha: float) -> Floats:
-    """1 for a column of zeros."""
     x, w = (np.zeros(group.columns.max() + 1, np.float32) for _ in range(2))
     np.maximum.at(x, group.columns, activations)
     np.maximum.at(w, group.columns, weights)

@@ -16,7 +16,6 @@ from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
 
 _GGUF_FAMILY = {"mistral": "llama", "mixtral": "llama", "deepseek_v3": "deepseek_v2"}
-"""Families whose GGUF files have the name of an equivalent family."""
 
 
 @frozen(eq=False)
@@ -26,7 +25,7 @@ class SourceModel:
     checkpoint: Checkpoint
     is_folder: bool
     tensors: Mapping[str, StoredTensor]
-    """Tensors in the file's shapes; the parts of quantised ones are joined."""
+    """Tensors in the file's shapes."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -34,14 +33,11 @@ class SourceModel:
 
     @property
     def head(self) -> str:
-        """A folder's name for the module that makes logits."""
         layout = FAMILIES[self.spec.architecture].config
         return layout.tensors["head"].name.removesuffix(".weight") if layout else ""
 
     def file_tensors(self, *, as_folder: bool) -> dict[str, FileTensor]:
-        """List the tensors of a folder or GGUF file of this model. Raises
-        UnsupportedModelError.
-        """
+        """Raises UnsupportedModelError."""
         architecture = self.spec.architecture
         layout: Layout | None = (
             FAMILIES[architecture].config if as_folder else gguf_layout(architecture)
@@ -55,7 +51,7 @@ class SourceModel:
 
 
 def gguf_layout(architecture: str) -> GgufLayout:
-    """The layout of a family's GGUF files. Raises UnsupportedModelError."""
+    """Raises UnsupportedModelError."""
     layout = FAMILIES[_GGUF_FAMILY.get(architecture, architecture)].gguf
     if layout is None:
         raise UnsupportedModelError(

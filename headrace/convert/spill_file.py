@@ -11,7 +11,7 @@ from headrace.quant.arrays import Floats
 
 
 class SpillFile:
-    """Blocks of float32 rows in a temporary file, for data that may exceed the memory."""
+    """Blocks of float32 rows in a temporary file."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the object)

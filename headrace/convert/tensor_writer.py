@@ -1,4 +1,4 @@
-"""Writing files of tensors: a header with all places, then tensors in any order."""
+"""Writes files of tensors, in any order."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ from headrace.record import frozen
 class PlannedTensor:
     name: str
     format: str
-    """The file's name: Q4_K or F32 in GGUF, I32 or F8_E4M3 in safetensors."""
+    """The file's name, such as Q4_K or F8_E4M3."""
     shape: tuple[int, ...]
     """Rows first."""
     nbytes: int
@@ -27,15 +27,13 @@ class ByteRange(NamedTuple):
 
 @frozen
 class FileLayout:
-    """The header of a file, and the places of its tensors."""
-
     header: bytes
     places: Mapping[str, ByteRange]
     size: int
 
 
 class TensorWriter:
-    """Writes each tensor of a file once. Raises OSError."""
+    """Writes each tensor once. Raises OSError."""
 
     def __init__(self, path: Path, layout: FileLayout) -> None:
         self._file = path.open("xb")

@@ -14,9 +14,7 @@ TextUse = Literal["calibration", "evaluation"]
 
 
 def read_text(file: Path | None, use: TextUse) -> str:
-    """Read a file or, without one, Python's language reference. Raises RequestError,
-    which names the file.
-    """
+    """Read a file, or Python's language reference. Raises RequestError."""
     if file is None:
         return _reference(use)
     try:
@@ -29,11 +27,7 @@ def read_text(file: Path | None, use: TextUse) -> str:
 def calibration_pieces(
     checkpoint: Checkpoint, file: Path | None, length: int, tokens: int
 ) -> list[list[int]]:
-    """Token ids of the first `tokens` tokens of a calibration text, in pieces of at most `length`.
-
-    Without a file the text is a part of Python's language reference. Raises RequestError if the
-    text has no tokens.
-    """
+    """Token ids of a text in pieces. Raises RequestError if it has no tokens."""
     text = read_text(file, "calibration")
     ids = checkpoint.load_tokenizer().encode(text, add_special=False, parse_special=False)
     if not ids:

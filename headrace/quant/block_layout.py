@@ -9,19 +9,17 @@ _MIN_HALF = np.float32(2.0**-24)
 
 
 def columns(blocks: Floats, size: int) -> Floats:
-    """[blocks, values] to parts with a scale each [size, parts, blocks]."""
+    """[blocks, values] to [size, parts, blocks]."""
     return np.ascontiguousarray(blocks.reshape(len(blocks), -1, size).transpose(2, 1, 0))
 
 
 def in_rows(codes: Bytes) -> Bytes:
-    """[size, parts, blocks] to the order of values [blocks, parts * size]."""
+    """[size, parts, blocks] to [blocks, parts * size]."""
     return codes.transpose(2, 1, 0).reshape(codes.shape[2], -1)
 
 
 def packed(codes: Bytes, bits: int, at: int = 0) -> Bytes:
-    """Pack `bits` bits of each code, from bit `at` on: [..., codes, bytes] to [...,
-    bytes], first code lowest.
-    """
+    """Pack codes of `bits` bits from bit `at` on: [..., codes, bytes] to [..., bytes]."""
     fields = (codes >> np.uint8(at)) & np.uint8((1 << bits) - 1)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[: codes.shape[-2], None]
     result: Bytes = np.bitwise_or.reduce(fields << shifts, axis=-2)
@@ -29,7 +27,7 @@ def packed(codes: Bytes, bits: int, at: int = 0) -> Bytes:
 
 
 def as_half(numbers: Floats) -> Floats:
-    """Round to float16, clipped to its range."""
+    """Clips to float16's range."""
     return encode_numbers(numbers, "f16").astype(np.float32)
 
 
@@ -41,5 +39,5 @@ def stored_scale(scales: Floats, min_scale: float = 0) -> Floats:
 
 
 def half_bytes(scales: Floats) -> Bytes:
-    """The bytes [blocks, 2] of float16 scales [blocks]."""
+    """float16 scales [blocks] as bytes [blocks, 2]."""
     return scales.astype("<f2").view(np.uint8).reshape(-1, 2)

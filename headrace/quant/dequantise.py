@@ -1,11 +1,9 @@
 """The values of each stored format in NumPy: the reference for all kernels.
 
-Layouts and operations are ggml's (`ggml-common.h`, `dequantize_row_*` in
-`ggml-quants.c`), in its order and in float32, so the results are bit-equal. A value is
-`scale * q` or `scale * q + minimum`; in the K formats, scales are quantised themselves.
+Layouts and order of operations are ggml's (`ggml-quants.c`), so results are bit-equal.
 
-A `Values` function takes the parts of a stored tensor and a selection of its rows, and
-returns values [selected rows, columns].
+A `Values` function takes the parts of a stored tensor and a selection of its rows, and returns
+values [selected rows, columns].
 """
 
 from collections.abc import Callable, Mapping
@@ -21,13 +19,11 @@ Rows = slice | NDArray[np.int64]
 Values = Callable[[Parts, Rows], Floats]
 
 _CHUNK_VALUES = 1 << 16
-"""Values converted at a time, so that temporaries stay in cache."""
+"""Keeps temporaries in cache."""
 
 
 def of_blocks(convert: Callable[[Bytes], Floats], block: int) -> Values:
-    """The values of codes [stored rows, blocks of a row, bytes], by a conversion of
-    blocks [blocks, bytes].
-    """
+    """Convert blocks [blocks, bytes] of codes [stored rows, blocks of a row, bytes]."""
 
     def values(parts: Parts, rows: Rows) -> Floats:
         codes = parts["codes"][rows]
@@ -52,7 +48,6 @@ def fields(packed: Bytes, shifts: tuple[int, ...], mask: int) -> Bytes:
 
 
 def half(blocks: Bytes, at: int) -> Floats:  # [blocks, 1]
-    """The float16 at byte `at` of each block."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
 
 
@@ -77,7 +72,7 @@ def look_up(values: Floats) -> Callable[[Bytes], Floats]:
 
 
 def nibbles(blocks: Bytes, at: int) -> Bytes:  # [blocks, 32]
-    """The 32 codes of 16 bytes from `at` on: all low nibbles, then all high ones."""
+    """The 32 codes of 16 bytes: all low nibbles, then all high nibbles."""
     return fields(blocks[:, at : at + 16], (0, 4), 15).reshape(-1, 32)
 
 
@@ -88,7 +83,7 @@ def _q5(blocks: Bytes, at: int) -> Bytes:  # [blocks, 32]
 
 
 class BlockScales(NamedTuple):
-    """Scales or minima of blocks: integers times a float16 per block."""
+    """Integers times a float16 per block."""
 
     super_scales: Floats  # [blocks, 1]
     sub_scales: NDArray[np.int8]  # [blocks, scales of a block]
@@ -104,7 +99,7 @@ class BlockScales(NamedTuple):
 
 
 class BlockCodes(NamedTuple):
-    """Unpacked blocks: a value is scale * code + minimum."""
+    """A value is scale * code + minimum."""
 
     codes: NDArray[Any]  # int8 or uint8 [blocks, scales of a block, columns that share a scale]
     scales: BlockScales
@@ -112,8 +107,6 @@ class BlockCodes(NamedTuple):
 
 
 def block_values(split: Callable[[Bytes], BlockCodes]) -> Callable[[Bytes], Floats]:
-    """The values of blocks that `split` unpacks."""
-
     def values(blocks: Bytes) -> Floats:
         codes, scales, minima = split(blocks)
         with np.errstate(invalid="ignore"):
@@ -162,7 +155,6 @@ _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.f
 
 
 def _scaled(exponents: Bytes, values: Floats) -> Floats:
-    """Doubled values times 2^(exponent - 127); infinite beyond float32."""
     with np.errstate(over="ignore"):
         return np.ldexp(values, exponents.astype(np.int32) - 128)
 
@@ -202,7 +194,6 @@ def q3_k(blocks: Bytes) -> BlockCodes:
 
 
 def _scales_and_minima(blocks: Bytes) -> tuple[BlockScales, BlockScales]:
-    """The eight 6-bit scales and minima of Q4_K and Q5_K."""
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([first & 63, (third & 15) | ((first >> 2) & 0x30)], axis=1)
     minima = np.concatenate([second & 63, (third >> 4) | ((second >> 2) & 0x30)], axis=1)

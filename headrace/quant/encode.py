@@ -1,9 +1,7 @@
-"""Encoding values as blocks of ggml's formats (`ggml-common.h`), the inverse of
-`dequantise`.
+"""Encodes values as blocks of ggml's formats (`ggml-common.h`).
 
-An encoder takes blocks [blocks, values of a block] and the importance of each value, or
-None, and returns [blocks, bytes]. It searches scales by the squared error, as they will
-be stored.
+An encoder takes blocks [blocks, values] and their importance or None, and returns [blocks,
+bytes].
 """
 
 from collections.abc import Callable
@@ -25,14 +23,12 @@ from headrace.quant.fit import Grid, Integers, Table, fit_range, fit_scale, inve
 from headrace.quant.spec import CODEBOOKS, Number, encode_numbers
 
 _CHUNK_VALUES = 1 << 16
-"""Values encoded at a time, so that temporaries stay in cache."""
+"""Keeps temporaries in cache."""
 _MAX_VALUE = np.float32(1e9)
-"""Values beyond it are clipped: it exceeds formats with float16 scales, and its square
-is a float32.
-"""
+"""Values beyond it are clipped: its square is a float32."""
 _MAX_BF16 = np.float32(3.3895e38)
 _MIN_SCALE = 2.0**-28
-"""Scales up to it become 0, which is nearer than any value of a table without 0."""
+"""Scales up to it become 0."""
 _MIN_IMPORTANCE = np.float32(1e-4)
 """Relative to the mean."""
 _MAX_POWER = 252
@@ -47,11 +43,10 @@ class Encoder(NamedTuple):
 
 
 def encode(name: str, values: Floats, importance: Floats | None = None) -> Bytes:
-    """Encode rows [rows, cols] in a format of `ENCODERS` [rows, cols // block, nbytes].
+    """Encode rows [rows, cols] as [rows, cols // block, nbytes].
 
-    `importance` [cols], the mean square of each column's input, weights squared errors.
-    Values beyond the format's range are clipped. Raises ValueError for a value that is
-    not finite.
+    `importance` [cols], the mean square of each column's input, weights squared errors. Raises
+    ValueError for a value that is not finite.
     """
     encoder, (num_rows, cols) = ENCODERS[name], values.shape
     assert cols % encoder.block == 0, f"{name}: {cols} columns"
@@ -71,7 +66,6 @@ def encode(name: str, values: Floats, importance: Floats | None = None) -> Bytes
 
 
 def _weights(importance: Floats) -> Floats:
-    """Importance with a mean of about 1."""
     mean = importance.mean(dtype=np.float64)
     relative = importance / mean if mean > 0 else np.ones_like(importance)
     return np.maximum(relative, _MIN_IMPORTANCE).astype(np.float32)
@@ -105,8 +99,6 @@ def _scaled(grid: Grid, block: int, pack: Callable[[Bytes, Bytes], Bytes]) -> En
 
 
 def _ranged(high: int, pack: Callable[[Bytes, Bytes], Bytes]) -> Encoder:
-    """Codes from 0, a scale and a minimum."""
-
     def convert(blocks: Floats, importance: Floats | None) -> Bytes:
         values = columns(blocks, 32)
         weights = None if importance is None else columns(importance, 32)
@@ -141,7 +133,6 @@ def _q8_0(blocks: Floats, importance: Floats | None) -> Bytes:
 
 
 def _mxfp4(blocks: Floats, importance: Floats | None) -> Bytes:
-    """The power of two that fits the maximum, or a neighbour."""
     plain = np.frexp(np.abs(blocks).max(axis=1, keepdims=True))[1] + 124
     powers, min_errors = plain, np.full(plain.shape, np.inf, np.float32)
     for step in (0, -1, 1):

@@ -1,7 +1,7 @@
-"""Encoders of blocks of 256 values with quantised scales of parts of 16 or 32 values.
+"""Encoders of super-blocks of 256 values.
 
-Parts are fitted alone, then the super-block's scale to the parts' scales, weighted by
-errors. Each part then takes the best of nearby stored scales and minima.
+Parts are fitted alone, then the super-block's scale. Each part takes the best stored scale and
+minimum nearby.
 """
 
 from itertools import product
@@ -74,7 +74,6 @@ def _parts(
 def _scaled(
     blocks: Floats, importance: Floats | None, size: int, grid: Grid, scale_grid: Integers
 ) -> _Parts:
-    """Parts of `size` values with scales."""
     values = columns(blocks, size)
     weights = None if importance is None else columns(importance, size)
     return _parts(values, weights, grid, scale_grid, fit_scale(values, grid, weights))
@@ -83,7 +82,6 @@ def _scaled(
 def _ranged(
     blocks: Floats, importance: Floats | None, size: int, high: int, scale_high: int
 ) -> _Parts:
-    """Parts with scales and minima from 0 to `scale_high`, and codes from 0 to `high`."""
     values = columns(blocks, size)
     weights = None if importance is None else columns(importance, size)
     scales, minima = fit_range(values, high, weights, signed=False)
@@ -115,7 +113,6 @@ def q3_k(blocks: Floats, importance: Floats | None) -> Bytes:
 
 
 def _scales_and_minima(parts: _Parts) -> Bytes:
-    """The first 16 bytes of Q4_K and Q5_K."""
     scales, minima = _as_bytes(parts.scales), _as_bytes(parts.minima)
     first = scales[:, :4] | (scales[:, 4:] >> np.uint8(4) << np.uint8(6))
     second = minima[:, :4] | (minima[:, 4:] >> np.uint8(4) << np.uint8(6))

@@ -1,8 +1,4 @@
-"""Fitting scales and minima of blocks by the squared error.
-
-For candidates around the plain scale, values are rounded to codes and least squares
-refit the scale. Blocks lie along the first axis, [values of a block, ...].
-"""
+"""Fits scales and minima of blocks [values of a block, ...] by the squared error."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -12,16 +8,14 @@ import numpy as np
 from headrace.quant.arrays import Bytes, Floats
 
 _FACTORS = np.linspace(0.85, 1.3, 16, dtype=np.float32)
-"""Multiples of the plain inverse scale; above 1, ends of the range are clipped."""
+"""Multiples of the plain inverse scale."""
 _SMALL = np.float32(1e-30)
-"""Numbers below count as 0, far below the minimum float16 scale."""
+"""Smaller numbers count as 0."""
 _SINGULAR = np.float32(1e-5)
-"""Bound of determinants that count as 0, relative to their terms: all codes are equal."""
+"""Relative determinant that counts as 0: all codes are equal."""
 
 
 class Grid(Protocol):
-    """The unscaled values of codes."""
-
     largest: np.float32
     """The value of maximum magnitude, with its sign."""
 
@@ -31,8 +25,6 @@ class Grid(Protocol):
 
 
 class Integers:
-    """Integers from `low` to `high`, with codes from 0."""
-
     def __init__(self, low: int, high: int) -> None:
         self.low, self.high = np.float32(low), np.float32(high)
         self.largest = self.low if -low > high else self.high
@@ -47,7 +39,7 @@ class Integers:
 
 
 class Table:
-    """Integers in any order whose midpoints are multiples of 1/2."""
+    """Integers whose midpoints are multiples of 1/2."""
 
     def __init__(self, values: Iterable[float]) -> None:
         self.values = np.array(values, np.float32)
@@ -67,24 +59,21 @@ class Table:
 
 
 def inverse(numbers: Floats) -> Floats:
-    """1 over each number; 0 for 0."""
     return np.divide(
         np.float32(1), numbers, out=np.zeros_like(numbers), where=np.abs(numbers) > _SMALL
     )
 
 
 def fit_scale(values: Floats, grid: Grid, weights: Floats | None = None) -> Floats:
-    """Fit scales [...] of blocks [values of a block, ...] that are read as `scale *
-    nearest`.
+    """Fit scales [...] of blocks [values of a block, ...] read as `scale * nearest`.
 
-    Scales may be negative: the value of maximum magnitude maps to the grid's maximum.
+    Scales may be negative.
     """
     index = np.abs(values).argmax(axis=0)
     plain = grid.largest * inverse(np.take_along_axis(values, index[None], axis=0)[0])
     weighted = values if weights is None else values * weights
 
     def refitted(inverse_scales: Floats) -> tuple[Floats, Floats]:
-        """The best scales for the codes of other scales, and the error that they save."""
         rounded = grid.nearest(values * inverse_scales)
         product = (weighted * rounded).sum(axis=0)
         squares = rounded * rounded if weights is None else rounded * rounded * weights
@@ -103,10 +92,9 @@ def fit_scale(values: Floats, grid: Grid, weights: Floats | None = None) -> Floa
 def fit_range(
     values: Floats, high: int, weights: Floats | None = None, *, signed: bool
 ) -> tuple[Floats, Floats]:
-    """Fit scales and minima [...] of blocks read as `scale * code + minimum`, codes
-    from 0 to `high`.
+    """Fit scales and minima [...] of blocks read as `scale * code + minimum`.
 
-    Minima are 0 or below, unless `signed`.
+    Codes go from 0 to `high`. Minima are 0 or below, unless `signed`.
     """
     grid = Integers(0, high)
     minima = values.min(axis=0) if signed else np.minimum(values.min(axis=0), np.float32(0))
@@ -119,7 +107,6 @@ def fit_range(
     plain = grid.high * inverse(above.max(axis=0))
 
     def refitted(inverse_scales: Floats, offsets: Floats) -> tuple[Floats, Floats, Floats]:
-        """The best scales and offsets for the codes of others, and their errors."""
         rounded = grid.nearest((above - offsets) * inverse_scales)
         product = (weighted * rounded).sum(axis=0)
         codes = rounded if weights is None else rounded * weights

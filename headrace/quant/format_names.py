@@ -1,4 +1,4 @@
-"""The names of target formats, for example int4-g32-asym, int8-row, w8a8, nf4-g64."""
+"""Names of formats, for example int4-g32-asym, int8-row, w8a8, nf4-g64."""
 
 import re
 
@@ -17,9 +17,7 @@ _CODEBOOKS: dict[str, Codebook] = {
 }
 
 W8A8 = QuantSpec(bits=8, group=0, scale="f32")
-"""int8 weights and activations by row; in other formats, activations have scales by 32
-columns.
-"""
+"""int8 weights and activations by row."""
 LLM_INT8 = QuantSpec(bits=8, group=0, scale="f32", has_wide_outliers=True)
 """W8A8 whose outlier activations stay float32."""
 
@@ -34,11 +32,7 @@ NAMES = (
 
 
 def named_format(name: str) -> QuantSpec:
-    """Parse a name. Scales are float16; of nf4, fp4, e4m3 and e5m2, float32.
-
-    Raises RequestError for an unknown name, or a group other than 16 or a multiple of
-    32.
-    """
+    """Parse a name. Raises RequestError for an unknown name or group."""
     if name in _BY_ROW:
         return _BY_ROW[name]
     match = _NAME.fullmatch(name)

@@ -1,4 +1,4 @@
-"""The number formats of stored weights, and tensors in them."""
+"""The number formats of stored weights."""
 
 import math
 import mmap
@@ -28,10 +28,7 @@ from headrace.record import frozen
 
 @frozen
 class TensorPart:
-    """One of the arrays of a stored tensor.
-
-    With `by_row`, its first axis is stored rows; otherwise all rows share it.
-    """
+    """An array of a stored tensor, by stored row or shared by all rows."""
 
     dtype: str
     """NumPy's name."""
@@ -45,9 +42,8 @@ _CODES = {"codes": TensorPart("u1")}
 class Format:
     """A stored number format.
 
-    The part `codes` is uint8 [stored rows, blocks of a row, nbytes]: `block` values of
-    a row share `nbytes` bytes. Other parts hold numbers outside the codes, such as
-    `row_scales`.
+    The part `codes` is uint8 [stored rows, blocks of a row, nbytes]: `block` values of a row
+    share `nbytes` bytes.
     """
 
     name: str
@@ -56,13 +52,11 @@ class Format:
     values: dq.Values
     parts: Mapping[str, TensorPart]
     spec: QuantSpec | None = None
-    """Codes and scales; None for plain numbers. With `table_rows`, it describes their
-    result.
-    """
+    """None for plain numbers."""
     table_rows: Callable[[dq.Parts, dq.Rows], TableRows] | None = None
-    """Unpacks stored rows, for formats that backends pack from tables, and for tests."""
+    """Unpacks stored rows."""
     split: Callable[[Bytes], dq.BlockCodes] | None = None
-    """Unpacks blocks [blocks, bytes], for formats without `table_rows`."""
+    """Unpacks blocks [blocks, bytes]."""
     integers: Callable[[], NDArray[np.int8]] | None = None
     """The table of looked-up codes: 16 integers, or grid points [points, columns of a
     point].
@@ -70,12 +64,11 @@ class Format:
 
     @property
     def quantised(self) -> bool:
-        """Whether kernels multiply it with int8 activations, unless `needs_floats`."""
+        """Whether kernels multiply it with int8 activations."""
         return self.block > 1 or len(self.parts) > 1
 
     @property
     def needs_floats(self) -> bool:
-        """Whether kernels have no integer product for it."""
         return self.table_rows is not None and self.spec is not None and self.spec.needs_floats
 
 
@@ -85,7 +78,6 @@ def _numbers(name: str, nbytes: int, convert: Callable[[Bytes], Floats]) -> Form
 
 
 def _blocks(name: str, spec: QuantSpec, split: Callable[[Bytes], dq.BlockCodes]) -> Format:
-    """Blocks with codes and scales of a group or super-block."""
     block = spec.super_block or spec.group
     return Format(
         name=name,
@@ -99,8 +91,6 @@ def _blocks(name: str, spec: QuantSpec, split: Callable[[Bytes], dq.BlockCodes])
 
 
 def _lookup_blocks(name: str, spec: QuantSpec) -> Format:
-    """Blocks whose codes are looked up."""
-
     # The module is imported with its grids when a model has such blocks.
     def split(blocks: Bytes) -> dq.BlockCodes:
         from headrace.quant import gguf_blocks
@@ -121,10 +111,10 @@ def table_format(
     parts: Mapping[str, TensorPart],
     table_rows: Callable[[dq.Parts, dq.Rows], TableRows],
 ) -> Format:
-    """A format that `table_rows` unpacks from the parts of a method's files.
+    """A format that `table_rows` unpacks.
 
-    With a part `column_order` [cols], `table_rows` returns column `column_order[i]` of
-    the matrix as its column i.
+    With a part `column_order` [cols], column i of its result is column `column_order[i]` of the
+    matrix.
     """
 
     def values(stored: dq.Parts, rows: dq.Rows) -> Floats:
@@ -157,8 +147,6 @@ def table_parts(spec: QuantSpec) -> dict[str, TensorPart]:
 
 
 def _table_blocks(name: str, block: int, nbytes: int, spec: QuantSpec) -> Format:
-    """Blocks that are unpacked to codes and tables."""
-
     def table_rows(parts: dq.Parts, rows: dq.Rows) -> TableRows:
         from headrace.quant import gguf_blocks
 
@@ -169,7 +157,6 @@ def _table_blocks(name: str, block: int, nbytes: int, spec: QuantSpec) -> Format
 
 @cache
 def plain_table(spec: QuantSpec) -> Format:
-    """One code per byte, uint8 [rows, cols], and tables [rows, scales of a row]."""
     parts = _CODES | table_parts(spec)
 
     def table_rows(stored: dq.Parts, rows: dq.Rows) -> TableRows:
@@ -180,19 +167,16 @@ def plain_table(spec: QuantSpec) -> Format:
 
 
 def _with_minima(bits: int) -> QuantSpec:
-    """Groups of 32 columns with float16 scales and minima."""
     return QuantSpec(bits=bits, group=32, scale="f16", zero="minimum", zero_type="f16")
 
 
 def _k_blocks(
     bits: int, group: int, scale: ScaleType, zero: Literal["none", "minimum"]
 ) -> QuantSpec:
-    """Super-blocks of 256 columns with integer scales."""
     return QuantSpec(bits=bits, group=group, scale=scale, zero=zero, super_block=256)
 
 
 def _grid_blocks(bits: int, group: int, scale: ScaleType, codebook: Codebook) -> QuantSpec:
-    """Super-blocks of 256 columns whose codes are grid points of 8 columns."""
     return QuantSpec(
         bits=bits, group=group, scale=scale, codebook=codebook, code_cols=8, super_block=256
     )
@@ -266,9 +250,7 @@ _FORMATS = (
 )
 
 FORMATS: dict[str, Format] = {stored.name: stored for stored in _FORMATS}
-"""Formats of weights: GGUF's, MXFP4 with separate scales (gpt-oss), and int8 by row,
-for activations without and with outliers.
-"""
+"""GGUF's formats, MXFP4 with separate scales (gpt-oss), and int8 by row."""
 
 RAW_FORMATS: dict[str, Format] = {
     name: _numbers(name, np.dtype(dtype).itemsize, dq.numbers(dtype))
@@ -288,15 +270,14 @@ RAW_FORMATS: dict[str, Format] = {
         ("F8_E8M0", POWERS),
     )
 }
-"""Plain numbers by safetensors' names; only quantisation methods use them as weights."""
+"""Plain numbers by safetensors' names."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)  # with slots: hostile files have many
 class StoredTensor:
     """A tensor in its stored format, usually a view of a memory map.
 
-    `shape` has rows first. With `row_order`, row i of the tensor is stored row
-    `row_order[i]`.
+    `shape` has rows first. With `row_order`, row i of the tensor is stored row `row_order[i]`.
     """
 
     name: str
@@ -320,7 +301,6 @@ class StoredTensor:
         data: Bytes,
         **parts: NDArray[Any],
     ) -> "StoredTensor":
-        """Make a tensor from the bytes of its codes and its other parts."""
         rows = math.prod(shape[:-1])
         codes = data.reshape(rows, (shape[-1] if shape else 1) // format.block, format.nbytes)
         return cls(name=name, format=format, shape=shape, parts={"codes": codes, **parts})
@@ -340,7 +320,6 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor's rows, and of shared parts."""
         total = 0
         for name, part in self.parts.items():
             if self.format.parts[name].by_row:
@@ -351,16 +330,15 @@ class StoredTensor:
 
     @property
     def column_order(self) -> NDArray[np.int64] | None:
-        """The columns [cols] in the order of the codes; None for the matrix's order."""
+        """The columns [cols] in the order of the codes, or None."""
         return self.parts.get("column_order")
 
     @property
     def scales(self) -> NDArray[Any] | None:
-        """Separate scales, of rows or of blocks."""
         return self.parts.get("row_scales", self.parts.get("block_scales"))
 
     def take(self, name: str, rows: NDArray[np.int64]) -> "StoredTensor":
-        """Select stored rows as a matrix; adjacent rows as a narrower view."""
+        """Select stored rows as a matrix; adjacent rows as a view."""
         first, last = int(rows.min()), int(rows.max()) + 1
         parts = self.parts
         if last - first == len(rows) and all(part.by_row for part in self.format.parts.values()):
@@ -370,13 +348,12 @@ class StoredTensor:
         return replace(self, name=name, shape=(len(rows), self.cols), parts=parts, row_order=order)
 
     def transposed(self) -> "StoredTensor":
-        """A view of single numbers with rows and columns swapped."""
         assert self.format.block == 1 and self.parts.keys() == {"codes"} and self.row_order is None
         parts = {"codes": self.parts["codes"].swapaxes(0, 1)}
         return replace(self, shape=(self.cols, self.rows), parts=parts)
 
     def release(self) -> None:
-        """Give back the pages of a mapped file; later reads load them again."""
+        """Give back the pages of a mapped file."""
         for part in self.parts.values():
             _release(part)
 

@@ -1,9 +1,7 @@
-"""GGUF's blocks of looked-up codes, and of codes that kernels read with a table of
-scales.
+"""GGUF's blocks of looked-up codes and tables.
 
-Layouts are ggml's (`block_iq2_xxs` and so on in `ggml-common.h`). Values are bit-equal
-to ggml's, except the sign of zeros in TQ1_0, TQ2_0 and NVFP4. Kernels
-(`csrc/grids.cpp`, `csrc/table_blocks.cpp`) are tested against this module.
+Values are bit-equal to ggml's (`ggml-common.h`), except the sign of zeros in TQ1_0, TQ2_0 and
+NVFP4.
 """
 
 from collections.abc import Callable
@@ -21,25 +19,20 @@ Integers = NDArray[np.int8]
 
 _SEVENS = np.arange(128, dtype=np.uint8)
 _EVEN_SIGNS = _SEVENS | ((np.bitwise_count(_SEVENS) & np.uint8(1)) << np.uint8(7))
-"""Signs of 8 values by 7 bits; the number of minus signs is even (`ksigns_iq2xs`)."""
+"""Signs of 8 values by 7 bits (`ksigns_iq2xs`)."""
 
 _UE4M3 = np.abs(small_floats(3)).astype(np.float16)
 _UE4M3[[127, 255]] = 0, 480
-"""NVFP4's scales [256]: e4m3 without sign, with ggml's values for its NaNs."""
+"""NVFP4's scales [256], with ggml's values for NaNs."""
 
 
 def integers(name: str) -> Integers:
-    """The table of looked-up codes: 16 integers, or grid points [points, columns of a
-    point].
-
-    Codes of IQ2 and IQ3 carry signs too; codes of IQ1 add or subtract 1 from eight
-    times a value.
-    """
+    """The looked-up codes: 16 integers, or grid points [points, columns of a point]."""
     return _INTEGERS[name]()
 
 
 def split(name: str, blocks: Bytes) -> BlockCodes:
-    """Unpack blocks [blocks, bytes]; infinite and NaN scales stay."""
+    """Unpack blocks [blocks, bytes]."""
     with np.errstate(invalid="ignore"):
         return _LOOKUPS[name](blocks)
 
@@ -63,14 +56,12 @@ def _words(blocks: Bytes, first: int, last: int, dtype: str) -> NDArray[np.uint3
 def _in_turn(
     numbers: NDArray[np.uint32] | Bytes, shifts: tuple[int, ...], mask: int
 ) -> NDArray[np.uint32]:
-    """Unpack bit fields number by number: [blocks, n] to [blocks, n * len(shifts)]."""
     shifted = numbers.astype(np.uint32)[..., None] >> np.array(shifts, np.uint32)
     return (shifted & np.uint32(mask)).reshape(len(numbers), numbers.shape[1] * len(shifts))
 
 
 @cache
 def _points(codebook: Codebook, name: Grid) -> Integers:
-    """Magnitudes of grid points [points, columns of a point]."""
     return np.array(CODEBOOKS[codebook], np.int8)[grid(name)]
 
 
@@ -81,7 +72,6 @@ def _eightfold() -> Integers:
 
 
 def _signed(points: Integers, signs: Bytes) -> Integers:
-    """Apply a byte of signs to each 8 columns: [blocks, 256]."""
     codes = points.reshape(len(points), 256)
     return np.where(np.unpackbits(signs, axis=1, bitorder="little"), -codes, codes)
 
@@ -95,7 +85,6 @@ def _odd(numbers: NDArray[np.uint32]) -> Integers:
 
 
 def _eighths(scale: Floats, sub_scales: Integers) -> BlockScales:
-    """Scales in eighths. ggml halves and quarters, which is exact too."""
     return BlockScales(scale, sub_scales, 0.125)
 
 
@@ -138,7 +127,6 @@ def _iq3_s(blocks: Bytes) -> BlockCodes:
 
 
 def _shifted(points: NDArray[np.uint32], minus: NDArray[np.uint32]) -> Integers:
-    """Eight times points, minus or plus 1: [blocks, 256]."""
     codes = _eightfold()[points] + np.where(minus, np.int8(-1), np.int8(1))[..., None]
     return codes.reshape(len(points), 256)
 
@@ -164,12 +152,10 @@ def _iq1_m(blocks: Bytes) -> BlockCodes:
 
 
 def _iq4_nl(blocks: Bytes) -> TableRows:
-    """4 bits, a scale of 32 values."""
     return TableRows(nibbles(blocks, 2), half(blocks, 0).astype(np.float16))
 
 
 def _iq4_xs(blocks: Bytes) -> BlockCodes:
-    """4 bits, 6-bit scales of 32 values around 32."""
     nibble_codes = fields(blocks[:, 8:].reshape(-1, 8, 16), (0, 4), 15).reshape(-1, 256)
     high = _in_turn(_words(blocks, 2, 4, "<u2"), tuple(range(0, 16, 2)), 3)
     sub_scales = (_in_turn(blocks[:, 4:8], (0, 4), 15) | (high << np.uint32(4))).astype(np.int8)
@@ -190,18 +176,15 @@ def _tq1_0(blocks: Bytes) -> TableRows:
 
 
 def _tq2_0(blocks: Bytes) -> TableRows:
-    """2 bits, a scale of 256 values."""
     codes = fields(blocks[:, :64].reshape(-1, 2, 32), (0, 2, 4, 6), 3).reshape(-1, 256)
     return _around_one(codes, half(blocks, 64))
 
 
 def _around_one(codes: Bytes, scale: Floats) -> TableRows:
-    """Turn codes 0 to 3 for -1 to 2 into integers -2 to 1, with negated scales."""
     return TableRows(codes ^ np.uint8(3), -scale.astype(np.float16))
 
 
 def _nvfp4(blocks: Bytes) -> TableRows:
-    """4-bit floats, e4m3 scales of 16 values."""
     codes = fields(blocks[:, 4:].reshape(-1, 4, 8), (0, 4), 15).reshape(-1, 64)
     return TableRows(codes, _UE4M3[blocks[:, :4]])
 

@@ -1,8 +1,6 @@
 """The grids of GGUF's IQ formats (`iq2xxs_grid` and so on in ggml's `ggml-common.h`).
 
-A point is a number with 2 or 3 bits per value, the first value lowest. Points ascend;
-their differences are compressed. The module is imported only for models with such
-tensors.
+A point is a number with 2 or 3 bits per value, the first value lowest.
 """
 
 import zlib
@@ -18,9 +16,7 @@ Grid = Literal["iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq1"]
 
 @cache
 def grid(name: Grid) -> NDArray[np.uint8]:
-    """Indices of points' values [points, values]: 8 of 3 values in IQ1 and IQ2, 4 of 8
-    in IQ3.
-    """
+    """Indices of points' values [points, values]."""
     differences = np.frombuffer(zlib.decompress(b85decode(_DIFFERENCES[name])), "<u2")
     points = np.cumsum(differences, dtype=np.uint16)
     count, bits = (4, 3) if name.startswith("iq3") else (8, 2)

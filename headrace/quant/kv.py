@@ -1,6 +1,4 @@
-"""Number formats of keys and values: their bytes, and the values that attention reads
-back.
-"""
+"""Number formats of keys and values."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +15,9 @@ Doubles = NDArray[np.float64]
 
 
 def block_bytes(dtype: KvDtype, key_dim: int, value_dim: int) -> int:
-    """Bytes of a block of K and V of one layer and KV head (`KvRecord` in
-    csrc/kernels.h).
+    """Bytes of a block of a layer and KV head (`KvRecord` in csrc/kernels.h).
 
-    A `value_dim` of 0 means that values are a part of the keys. fp8 adds a float32 per
-    vector.
+    A `value_dim` of 0 means that values are a part of the keys. fp8 adds a float32 per vector.
     """
     if dtype == "fp8":
         return BLOCK_SIZE * sum(dim + 4 for dim in (key_dim, value_dim) if dim)
@@ -29,10 +25,7 @@ def block_bytes(dtype: KvDtype, key_dim: int, value_dim: int) -> int:
 
 
 def round_trip(x: Doubles, dtype: KvDtype) -> Doubles:
-    """The values [..., numbers of a vector] that attention reads back.
-
-    Values that are a part of the keys are the first numbers of the keys' result.
-    """
+    """The values [..., numbers of a vector] that attention reads back."""
     if dtype == "f32":
         return x
     if dtype == "bf16":
@@ -50,7 +43,6 @@ def round_bf16(x: Doubles) -> Doubles:
 
 
 def _scaled_e4m3(x: Doubles) -> Doubles:
-    """Round to E4M3 with a float32 scale that maps each vector's maximum to 448."""
     numbers = x.astype(np.float32)
     scale = np.abs(numbers).max(axis=-1, keepdims=True) / np.float32(448)
     scaled = (numbers / np.where(scale > 0, scale, np.float32(1))).astype(np.float64)
@@ -61,11 +53,9 @@ def _scaled_e4m3(x: Doubles) -> Doubles:
 
 
 def hadamard(n: int) -> Doubles:
-    """Walsh-Hadamard matrices along the diagonal [n, n], of the largest power of two
-    that divides n.
+    """Walsh-Hadamard matrices along the diagonal [n, n].
 
-    It is its own inverse, and spreads outliers over a key (QuaRot, Ashkboos et al.
-    2024).
+    They spread outliers over a key (QuaRot, Ashkboos et al. 2024).
     """
     size = n & -n
     block = np.ones((1, 1))
@@ -75,7 +65,7 @@ def hadamard(n: int) -> Doubles:
 
 
 def _quantised(x: Doubles, bits: int) -> Doubles:
-    """Quantise vectors over their range; the bf16 minimum and step are rounded outwards."""
+    """The bf16 minimum and step are rounded outwards."""
     levels = 2**bits - 1
     minimum = -_bf16_above(-x.min(axis=-1, keepdims=True))
     step = _bf16_above((x.max(axis=-1, keepdims=True) - minimum) / levels)
@@ -84,7 +74,6 @@ def _quantised(x: Doubles, bits: int) -> Doubles:
 
 
 def _bf16_above(x: Doubles) -> Doubles:
-    """The smallest bfloat16 that is not below x."""
     bits = x.astype(np.float32).view(np.uint32)
     return _from_bits(np.where(x > 0, bits + np.uint32(0xFFFF), bits))
 

@@ -1,8 +1,4 @@
-"""Rounding weights to the nearest codes (RTN), with scales and zeros for each group.
-
-Clipping the range of a group costs precision at its ends and gains it elsewhere. The
-best clipping is searched by the squared error, with stored scales.
-"""
+"""Rounds weights to the nearest codes (RTN), with scales and zeros for each group."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,18 +7,17 @@ from headrace.quant.arrays import Bytes, Floats
 from headrace.quant.spec import NUMBERS, QuantSpec, TableRows, encode_numbers, floats
 
 _FACTORS = np.linspace(1.0, 0.5, 11, dtype=np.float32)
-"""Parts of a group's range that are tried."""
+"""Tried shares of a group's range."""
 _MAX_CLIPPED_BITS = 4
-"""Maximum bits for which clipping is searched; finer codes gain nothing."""
+"""Finer codes gain nothing from clipping."""
 
 
 def round_to_nearest(
     weights: Floats, spec: QuantSpec, *, clip: bool = True, importance: Floats | None = None
 ) -> TableRows:
-    """Round a matrix [rows, cols] to codes; `clip` searches the range of each group.
+    """Round a matrix [rows, cols]; `clip` searches the range of each group.
 
-    `importance` [cols] weights squared errors in the search. The last group of a row
-    may be shorter.
+    `importance` [cols] weights squared errors.
     """
     rows, cols = weights.shape
     grouped = in_groups(weights, spec)
@@ -33,7 +28,6 @@ def round_to_nearest(
 
 
 def in_groups(weights: Floats, spec: QuantSpec) -> Floats:  # [rows, groups, columns of a group]
-    """Split rows into groups; zeros fill the last one."""
     rows, cols = weights.shape
     group = spec.group or cols
     return np.pad(weights, ((0, 0), (0, -cols % group))).reshape(rows, -1, group)
@@ -42,11 +36,7 @@ def in_groups(weights: Floats, spec: QuantSpec) -> Floats:  # [rows, groups, col
 def best_range(
     grouped: Floats, spec: QuantSpec, *, clip: bool, importance: Floats | None = None
 ) -> tuple[Floats, Floats | None]:
-    """Choose scales and zeros [..., groups] of weights [..., groups, columns], as read
-    back.
-
-    `importance` [groups, columns] weights squared errors.
-    """
+    """Choose scales and zeros [..., groups] of weights [..., groups, columns]."""
     scales, zeros = _range(grouped, spec, np.float32(1))
     if not clip or spec.bits > _MAX_CLIPPED_BITS:
         return scales, zeros
@@ -66,7 +56,7 @@ def best_range(
 def nearest_codes(
     weights: Floats, scales: Floats, zeros: Floats | None, spec: QuantSpec
 ) -> NDArray[np.uint8]:
-    """The codes [..., groups, columns] for `scales` and `zeros` [..., groups]."""
+    """The codes [..., groups, columns]."""
     inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0)
     inverse = inverse[..., None]
     if spec.codebook != "integer":
@@ -114,7 +104,6 @@ def _errors(
 
 
 def _range(grouped: Floats, spec: QuantSpec, factor: np.float32) -> tuple[Floats, Floats | None]:
-    """Scales and zeros for a part of each group's range."""
     if spec.zero == "none":
         maxima = np.abs(grouped).max(axis=-1) * factor
         finite = spec.values[np.isfinite(spec.values)]

@@ -1,5 +1,3 @@
-"""The record that describes every quantised number format."""
-
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -9,15 +7,14 @@ from headrace.quant.arrays import Floats
 from headrace.record import frozen
 
 Number = Literal["u8", "f16", "bf16", "f32"]
-"""Stored number types; bf16 in uint16."""
+"""bf16 is stored in uint16."""
 ScaleType = Number | Literal["e8m0", "3-bit", "4-bit", "6-bit", "8-bit"]
-"""Numbers, powers of two (e8m0), or integers that share a super-block's scale."""
+"""Numbers, powers of two (e8m0), or integers of a super-block."""
 Codebook = Literal[
     "integer", "e2m1", "e4m3", "e5m2", "nf4", "fp4", "iq4_nl", "iq1", "iq2", "iq3_xxs", "iq3_s"
 ]
 
 PLAIN: dict[str, Number] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
-"""Number types of unquantised weights."""
 NUMBERS: dict[Number, np.dtype] = {
     "u8": np.dtype("u1"),
     "f16": np.dtype("<f2"),
@@ -107,7 +104,6 @@ CODEBOOKS: dict[Codebook, tuple[float, ...]] = {
     "iq3_s": (1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15),
     "iq1": (-0.875, 0.125, 1.125, -1.125, -0.125, 0.875),
 }
-"""Values of codes; of a grid, the values in its points."""
 
 FRACTION_BITS = {"e4m3": 3, "e5m2": 2}
 """Floats of 8 bits (Micikevicius et al. 2022)."""
@@ -118,7 +114,7 @@ POWERS = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.
 
 @frozen
 class QuantSpec:
-    """A quantised number format: codes, and scales and zeros of groups of columns."""
+    """A quantised number format."""
 
     bits: int
     group: int
@@ -137,7 +133,7 @@ class QuantSpec:
     code_cols: int = 1
     """Columns per code; above 1, codes are grid points with signs."""
     super_block: int = 0
-    """Columns whose integer scales share a float16; integer minima share another one."""
+    """Columns whose integer scales share a float16."""
     has_wide_outliers: bool = False
     """Whether activations beyond 6 stay float32 (LLM.int8, Dettmers et al. 2022)."""
 
@@ -150,12 +146,10 @@ class QuantSpec:
 
     @property
     def values(self) -> NDArray[np.float32]:
-        """The unscaled value of each code [2^bits], or of a column of grid points."""
         return code_values(self)
 
     @property
     def needs_floats(self) -> bool:
-        """Whether kernels for tables multiply it in float32."""
         return self.codebook in FRACTION_BITS or self.group == 16
 
     def num_scales(self, cols: int) -> int:
@@ -163,7 +157,7 @@ class QuantSpec:
         return -(-cols // self.group) if self.group else 1
 
     def table_bytes(self, rows: int, cols: int) -> int:
-        """Bytes of codes, scales and zeros, without padding."""
+        """Bytes without padding."""
         zero_bits = 0
         if self.zero_type:
             zero_bits = _SCALE_BITS[self.zero_type]
@@ -177,22 +171,18 @@ class QuantSpec:
 
 
 class TableRows(NamedTuple):
-    """Rows of a matrix as codes and tables."""
-
     codes: NDArray[np.uint8]  # [rows, cols]
     scales: NDArray[np.generic]  # [rows, scales of a row], in `QuantSpec.scale`
     zeros: NDArray[np.generic] | None = None  # [rows, scales of a row], in `QuantSpec.zero_type`
 
 
 def floats(numbers: NDArray[np.generic], number: ScaleType | None) -> NDArray[np.float32]:
-    """Convert numbers of a table to float32."""
     if number == "bf16":
         return (numbers.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return numbers.astype(np.float32)
 
 
 def encode_numbers(values: NDArray[np.float32], number: ScaleType | None) -> NDArray[np.generic]:
-    """Round to numbers of a table, clipped to float16's range."""
     if number == "bf16":
         bits = values.view(np.uint32)
         is_odd = (bits >> np.uint32(16)) & np.uint32(1)
@@ -212,7 +202,7 @@ def code_values(spec: QuantSpec) -> NDArray[np.float32]:
 
 
 def dequantise_rows(spec: QuantSpec, rows: TableRows) -> NDArray[np.float32]:  # [rows, cols]
-    """Compute values; zero points are subtracted before scaling."""
+    """Zero points are subtracted before scaling."""
     cols = rows.codes.shape[1]
     group = spec.group or cols
 
@@ -227,9 +217,7 @@ def dequantise_rows(spec: QuantSpec, rows: TableRows) -> NDArray[np.float32]:  #
 
 
 def small_floats(fraction_bits: int) -> NDArray[np.float32]:
-    """All floats of 8 bits; e4m3 has no infinities, and NaN only at the end
-    (`float8_e4m3fn`).
-    """
+    """All floats of 8 bits; e4m3 has only NaN at the end (`float8_e4m3fn`)."""
     codes = np.arange(256)
     exponent_bits = 7 - fraction_bits
     fraction, exponent = codes & ((1 << fraction_bits) - 1), (codes & 127) >> fraction_bits

@@ -16,11 +16,10 @@ METHODS = {
     "mxfp4": (".mxfp4", "Mxfp4"),
     "torchao": (".torchao", "TorchAo"),
 }
-"""Module and class of each `quant_method`."""
 
 
 def method_of(config: Any) -> Method:
-    """Find and check the method. Raises UnsupportedModelError, which names the field."""
+    """Find and check the method. Raises UnsupportedModelError."""
     name = config.get("quant_method") if isinstance(config, dict) else None
     if not isinstance(name, str) or name not in METHODS:
         field, value = ("quant_method", name) if isinstance(config, dict) else ("all of it", config)

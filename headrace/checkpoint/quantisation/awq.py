@@ -1,8 +1,8 @@
 """AWQ checkpoints (Lin et al. 2024) of AutoAWQ 0.2, version GEMM.
 
-A layer X has `X.qweight` I32 [cols, rows / 8], `X.qzeros` I32 [groups, rows / 8] and
-`X.scales` [groups, rows]. A word has the codes of 8 rows in the order 0, 2, 4, 6, 1, 3,
-5, 7, lowest bits first. A weight is scale * (code - zero point).
+A layer X has `X.qweight` I32 [cols, rows / 8], `X.qzeros` I32 [groups, rows / 8] and `X.scales`
+[groups, rows]. A word has the codes of rows 0, 2, 4, 6, 1, 3, 5, 7, lowest bits first. A weight
+is scale * (code - zero point).
 """
 
 from functools import cache
@@ -58,7 +58,6 @@ class Awq:
 
 
 def _matrix(layer: str, group_size: int, tensors: Tensors, where: str) -> StoredTensor:
-    """`layer` ends with a dot."""
     name = f"{layer}qweight"
     words = numbers(tensors, name, "I32", 2, where)
     points = numbers(tensors, f"{layer}qzeros", "I32", 2, where)
@@ -91,7 +90,6 @@ def _matrix(layer: str, group_size: int, tensors: Tensors, where: str) -> Stored
 
 
 def _eights(words: Words) -> Bytes:  # [8 * words, cols]
-    """The codes of 8 rows from each row of words."""
     codes = np.empty((len(words), 8, words.shape[1]), np.uint8)
     for place, row in enumerate(_ROWS):
         codes[:, row] = words >> np.uint32(4 * place) & np.uint32(15)

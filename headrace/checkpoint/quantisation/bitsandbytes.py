@@ -1,17 +1,12 @@
-"""bitsandbytes checkpoints of 4 and 8 bits, in the format of version 0.50.
+"""bitsandbytes checkpoints of 4 and 8 bits, version 0.50.
 
-With 4 bits (QLoRA, Dettmers et al. 2023), a layer X has
+QLoRA (Dettmers et al. 2023): `X.weight` has two codes per byte, the first in the high half;
+`X.weight.quant_map` float32 [16] has their values, `X.weight.absmax` float32 a scale for each
+`blocksize` codes of the whole matrix, and `X.weight.quant_state.bitsandbytes__nf4` or `__fp4` a
+JSON object. Quantised scales are nested_quant_map[absmax] * nested_absmax + nested_offset.
 
-* `X.weight`: bytes of two codes, the first in the high half, row after row;
-* `X.weight.quant_map` float32 [16]: the values of codes;
-* `X.weight.absmax` float32: a scale for each `blocksize` codes of the whole matrix;
-* `X.weight.quant_state.bitsandbytes__nf4` or `__fp4`: a JSON object as bytes.
-
-Quantised scales have `absmax` uint8: nested_quant_map[absmax] * nested_absmax +
-nested_offset.
-
-With 8 bits (LLM.int8, Dettmers et al. 2022), it has `X.weight` int8 [rows, cols],
-`X.SCB` float32 [rows], the value of code 127, and `X.weight_format` uint8, which is 0.
+LLM.int8 (Dettmers et al. 2022): `X.weight` int8 [rows, cols], `X.SCB` float32 [rows], the value
+of code 127, and `X.weight_format` uint8, which is 0.
 """
 
 import json
@@ -38,7 +33,6 @@ _PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 _MAX_STATE_BYTES = 1 << 16
 _MAX_OFFSET = 1e38
 _THRESHOLD = 6.0
-"""Default of `llm_int8_threshold`."""
 
 
 @frozen
@@ -54,15 +48,13 @@ class _Blocks:
 
     @property
     def group(self) -> int:
-        """Columns of a row that always share a scale."""
         return math.gcd(self.cols, self.size)
 
 
 class BitsAndBytes:
     """nf4, fp4 and int8.
 
-    Activations of int8 weights beyond 6 stay float32, decided by row (in bitsandbytes,
-    by column of a batch). With `llm_int8_threshold` 0 all are int8.
+    Activations of int8 weights beyond `llm_int8_threshold` stay float32, by row; 0: all are int8.
     """
 
     supported = f"{_METHOD} of 4 bits (nf4, fp4; scales quantised again or not) or 8 (LLM.int8)"
@@ -203,7 +195,6 @@ def _nested(
 
 
 def _part(name: str, tensors: Tensors, where: str) -> NDArray[Any]:
-    """A list of numbers, uint8 or float32."""
     tensor = tensors.get(name)
     if (
         tensor is None

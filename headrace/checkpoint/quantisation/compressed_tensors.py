@@ -74,7 +74,6 @@ _INT_ACTIVATIONS: dict[str, tuple[Any, ...]] = {
     "dynamic": (True,),
 }
 _DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
-"""The library's defaults."""
 _PARTS = ("scale", "zero_point", "shape", "g_idx", "global_scale")
 _ACTIVATIONS = tuple(f"input_{part}" for part in ("scale", "zero_point", "global_scale"))
 
@@ -82,9 +81,7 @@ _ACTIVATIONS = tuple(f"input_{part}" for part in ("scale", "zero_point", "global
 class CompressedTensors:
     """Integers of 1 to 8 bits, and floats of 8 and 4 bits.
 
-    Activations are at least as fine as the file's: int8 by row for int8 weights by
-    channel or tensor; int8 by 32 columns for other integers (also W4A16) and MXFP4;
-    float32 for 8-bit floats, scales of 16 columns, and rows that are no multiple of 32.
+    Activations are at least as fine as the file's: int8 by row, int8 by 32 columns, or float32.
     """
 
     supported = (
@@ -182,9 +179,6 @@ def _packed(name: str, config: Config, tensors: Tensors, where: str) -> StoredTe
 
 
 def _packed_fours(name: str, tensors: Tensors, where: str) -> StoredTensor:
-    """Read 4-bit floats with powers of two for 32 columns, or e4m3 for 16 and a tensor
-    scale.
-    """
     tensor = _required(name + _PACKED, tensors, where)
     scale = _required(f"{name}_scale", tensors, where)
     if len(tensor.shape) != 2 or scale.format.name not in ("U8", "F8_E4M3"):
@@ -280,7 +274,6 @@ def _powers(scale: StoredTensor, where: str) -> NDArray[np.uint8]:  # [rows, gro
 
 
 def _check_order(name: str, tensors: Tensors, cols: int, group: int, where: str) -> None:
-    """Refuse columns that are not in the order of groups (actorder = group)."""
     if (index := tensors.get(f"{name}_g_idx")) is None:
         return
     groups = plain(index)
@@ -296,7 +289,6 @@ def _weights(config: Config) -> list[dict[str, Any]]:
 
 
 def _block(config: Config) -> tuple[int, int] | None:
-    """The rows and columns of a block."""
     for weights in _weights(config):
         if weights.get("strategy") == "block":
             rows, cols = weights["block_structure"]
@@ -305,7 +297,6 @@ def _block(config: Config) -> tuple[int, int] | None:
 
 
 def _unknown(config: Config) -> Iterator[tuple[str, Any]]:
-    """Yield fields with unsupported values."""
     yield from (
         (key, config.get(key)) for key, known in _TOP.items() if config.get(key) not in known
     )

@@ -1,8 +1,8 @@
 """Floats of 8 bits: `fp8` (DeepSeek-V3, Qwen3, vLLM) and `fbgemm_fp8` (Llama 3.1 405B).
 
 A layer X has `X.weight` e4m3 or e5m2 [rows, cols], and `X.weight_scale_inv` or
-`X.weight_scale`: one number, [rows, 1], or by blocks of `weight_block_size`, rounded
-up. A weight is float times scale, for both names.
+`X.weight_scale`: one number, [rows, 1], or by `weight_block_size`, rounded up. A weight is
+float times scale.
 """
 
 from typing import Any
@@ -23,10 +23,7 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
 
 
 class Fp8:
-    """Floats of 8 bits by tensor, row or block, multiplied with float32 activations.
-
-    Fields and scales of coarser activations are ignored.
-    """
+    """Floats of 8 bits, multiplied with float32 activations."""
 
     supported = "fp8 or fbgemm_fp8: e4m3 or e5m2 by tensor, row or block"
 

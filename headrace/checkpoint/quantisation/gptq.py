@@ -1,10 +1,9 @@
 """GPTQ checkpoints (Frantar et al. 2023) of AutoGPTQ 0.7, GPTQModel 7 and transformers.
 
-A layer X has `X.qweight` I32 [cols * bits / 32, rows], `X.qzeros` I32 [groups, rows *
-bits / 32], `X.scales` [groups, rows] and `X.g_idx` I32 [cols], the group of each
-column. Codes are packed lowest bits first; 3-bit codes cross the borders of words. A
-weight is scale * (code - zero point). The checkpoint format `gptq` stores zero points
-less 1.
+A layer X has `X.qweight` I32 [cols * bits / 32, rows], `X.qzeros` I32 [groups, rows * bits /
+32], `X.scales` [groups, rows] and `X.g_idx` I32 [cols], the group of each column. Codes are
+packed lowest bits first. A weight is scale * (code - zero point). The format `gptq` stores zero
+points less 1.
 """
 
 from functools import cache
@@ -69,7 +68,6 @@ class Gptq:
 
 
 def _matrix(layer: str, config: Config, tensors: Tensors, where: str) -> StoredTensor:
-    """`layer` ends with a dot."""
     bits, name = config["bits"], f"{layer}qweight"
     words = numbers(tensors, name, "I32", 2, where)  # [words, rows]
     points = numbers(tensors, f"{layer}qzeros", "I32", 2, where)  # [groups, words]
@@ -133,7 +131,6 @@ def _zero_points(words: Words, bits: int, is_less_1: bool) -> Bytes:  # [groups,
 def _column_order(
     tensors: Tensors, name: str, cols: int, group: int, where: str
 ) -> NDArray[np.int64] | None:
-    """The columns by group; None if they are in order."""
     if name not in tensors:
         return None
     groups = numbers(tensors, name, "I32", 1, where)

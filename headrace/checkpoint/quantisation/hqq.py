@@ -1,12 +1,9 @@
-"""HQQ checkpoints (Badri and Shaji 2023) in the safetensors encoding of hqq 0.2 and
-transformers.
+"""HQQ checkpoints (Badri and Shaji 2023) of hqq 0.2 and transformers.
 
 A layer X has `X.W_q`, `X.scale`, `X.zero`, and settings as tensors: `X.shape` I64 [2],
-`X.group_size`, `X.axis`, strings such as `X.packing` as U8. With axis 1 the matrix is
-reshaped to [groups, group_size], `X.scale` and `X.zero` are floats [groups, 1], and a
-weight is (code - zero) * scale. Packing splits the groups into runs (2, 4 or 8; 10 of 3
-bits, the last one padded) that share the numbers of `X.W_q`, the first run in the
-highest bits.
+`X.group_size`, `X.axis`, `X.packing` as U8. With axis 1, `X.scale` and `X.zero` are [groups,
+1], and a weight is (code - zero) * scale. Packing splits the groups into runs that share the
+numbers of `X.W_q`, the first run in the highest bits.
 """
 
 from collections.abc import Mapping
@@ -37,7 +34,6 @@ _PACKINGS = {
     "2bit_u8": (2, 4),
     "1bit_u8": (1, 8),
 }
-"""Bits of a code, and codes that share a number."""
 _OFF = ("view_as_float", "quant_scale", "quant_zero")
 _SETTINGS = (
     "nbits",
@@ -72,7 +68,6 @@ class Hqq:
 
 
 def _check_layers(given: Any, supported: str) -> None:
-    """Check the settings of layers; None leaves them unquantised."""
     if given is None:
         return
     params = given.get("weight_quant_params") if isinstance(given, Mapping) else None
@@ -87,7 +82,6 @@ def _check_layers(given: Any, supported: str) -> None:
 
 
 def _matrix(layer: str, tensors: Tensors, where: str) -> StoredTensor:
-    """`layer` ends with a dot."""
     _check_settings(layer, tensors, where)
     packing = bytes(numbers(tensors, f"{layer}packing", "U8", 1, where)).decode(errors="replace")
     if packing not in _PACKINGS:
@@ -154,7 +148,6 @@ def _matrix(layer: str, tensors: Tensors, where: str) -> StoredTensor:
 
 
 def _check_settings(layer: str, tensors: Tensors, where: str) -> None:
-    """Refuse settings that contradict the configuration."""
     expected = {"axis": 1, "channel_wise": 1} | dict.fromkeys(_OFF, 0)
     for name, known in expected.items():
         if f"{layer}{name}" in tensors:

@@ -12,24 +12,20 @@ Tensors = Mapping[str, StoredTensor]
 
 
 class Method(Protocol):
-    """A quantisation method of checkpoints, registered in `quantisation/__init__.py`.
-
-    Its matrices have a format of `FORMATS`, or one made with `table_format`.
+    """A quantisation method of checkpoints. Its matrices have a format of `FORMATS`, or one
+    made with `table_format`.
     """
 
     supported: str
-    """A description of the supported variants, for messages."""
 
     def check(self, config: Config) -> None:
         """Raise UnsupportedModelError, which names the field."""
         ...
 
     def assemble(self, config: Config, tensors: Tensors, where: str) -> dict[str, StoredTensor]:
-        """Make tensors with the names and shapes of an unquantised model, from plain
-        tensors.
+        """Make tensors with the names and shapes of an unquantised model.
 
-        Raises FormatError for missing or malformed parts, UnsupportedModelError for
-        unsupported ones.
+        Raises FormatError for malformed parts, UnsupportedModelError for unsupported parts.
         """
         ...
 

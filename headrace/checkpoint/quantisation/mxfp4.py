@@ -1,9 +1,7 @@
-"""MXFP4 of gpt-oss: experts as 4-bit floats, with a power of two for each 32 values of
-a row.
+"""MXFP4 of gpt-oss: 4-bit floats, with a power of two for each 32 values.
 
-A quantised tensor X is `X_blocks` uint8 [..., rows, blocks, 16], with neighbours in a
-byte, and `X_scales` uint8 [..., rows, blocks]. Its rows are X's columns, so the joined
-tensor is `X_blocks`.
+`X_blocks` is uint8 [..., rows, blocks, 16], and `X_scales` uint8 [..., rows, blocks]. Its rows
+are X's columns.
 """
 
 from dataclasses import replace

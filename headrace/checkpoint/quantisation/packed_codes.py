@@ -1,4 +1,4 @@
-"""Helpers for methods whose layers are several plain tensors."""
+"""Helpers for layers of several plain tensors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,9 +32,7 @@ def gathered(
 
 
 def numbers(tensors: Tensors, name: str, dtype: str, dims: int, where: str) -> NDArray[Any]:
-    """The numbers of a tensor as a view; I32 without sign. Raises FormatError for
-    another dtype or dimension.
-    """
+    """The numbers of a tensor as a view; I32 without sign. Raises FormatError."""
     tensor = tensors.get(name)
     if tensor is None or tensor.format.name != dtype or len(tensor.shape) != dims:
         state = f"is {tensor.format.name} {list(tensor.shape)}" if tensor else "is missing"
@@ -47,7 +45,7 @@ def numbers(tensors: Tensors, name: str, dtype: str, dims: int, where: str) -> N
 
 
 def finite_floats(tensors: Tensors, name: str, where: str) -> tuple[Number, NDArray[Any]]:
-    """Two-dimensional scales or minima in the file's precision. Raises FormatError."""
+    """Raises FormatError."""
     tensor = tensors.get(name)
     if tensor is None or tensor.format.name not in PLAIN or len(tensor.shape) != 2:
         state = f"is {tensor.format.name} {list(tensor.shape)}" if tensor else "is missing"
@@ -69,7 +67,7 @@ def check_shapes(
     layer: str,
     where: str,
 ) -> None:
-    """`layer` ends with a dot. Raises FormatError."""
+    """Raises FormatError."""
     for part, shape in expected.items():
         if parts[part].shape != shape:
             raise FormatError(

@@ -1,4 +1,4 @@
-"""Packed codes, and scales by tensor, row, group or block, for several methods."""
+"""Packed codes, and scales by tensor, row, group or block."""
 
 import math
 from dataclasses import replace
@@ -36,14 +36,11 @@ _NUMPY_TYPES = {
     "I64": "<i8",
 }
 _WIDTHS = (2, 3, 4, 8)
-"""Bits of codes that kernels read."""
 
 
 @frozen
 class Codes:
-    """The packing of codes: `bits` each, lowest first, without gaps; 8-bit codes may be
-    signed.
-    """
+    """Codes of `bits` bits, lowest first, without gaps; 8-bit codes may be signed."""
 
     cols: int
     bits: int = 8
@@ -57,13 +54,13 @@ class Codes:
 
 @frozen
 class Scales:
-    """The weights that share a scale, and the storage of scales."""
+    """The weights that share a scale."""
 
     group: int
     """Columns; 0 for a row."""
     number: Number | Literal["e8m0", "e4m3"]
     block_rows: int = 1
-    """Rows; scales of several rows are float32."""
+    """Scales of several rows are float32."""
 
     @property
     def parts(self) -> dict[str, TensorPart]:
@@ -86,7 +83,7 @@ class Scales:
 
 
 def unpacked(packed: Bytes, bits: int, cols: int) -> Bytes:  # [rows, cols]
-    """Codes of 1 to 8 bits from [rows, bytes], lowest first, without gaps."""
+    """Codes of 1 to 8 bits from [rows, bytes]."""
     if bits == 8:
         return packed[:, :cols]
     # A unit is the smallest number of bytes that begins and ends with a code.
@@ -116,11 +113,10 @@ def row_numbers(stored: Parts, rows: Rows) -> NDArray[np.int64]:
 def packed_format(
     codebook: Codebook, codes: Codes, scales: Scales, has_points: bool = False
 ) -> Format:
-    """The format of a matrix with these codes and scales, and perhaps zero points in
-    uint8.
+    """The format of a matrix with these codes, scales and perhaps zero points.
 
-    Codes of other widths than kernels read are widened. Kernels refuse small floats
-    that are not finite with ValueError.
+    Codes of other widths than kernels read are widened. Kernels refuse small floats that are
+    not finite with ValueError.
     """
     bits = next(width for width in _WIDTHS if width >= codes.bits)
     spec = QuantSpec(
@@ -164,11 +160,10 @@ def packed_format(
 def scales_of(
     scale: StoredTensor, shape: tuple[int, ...], where: str, block: tuple[int, int] | None = None
 ) -> tuple[Scales, NDArray[Any]]:
-    """The layout and the numbers of scales: one number, [rows], [rows, 1], [rows,
-    groups], or by blocks.
+    """The layout and the numbers of scales: one number, [rows], [rows, 1], [rows, groups], or
+    by blocks.
 
-    Raises FormatError for other shapes and scales that are not finite,
-    UnsupportedModelError for unsupported groups.
+    Raises FormatError or UnsupportedModelError.
     """
     if scale.format.name not in PLAIN and not (block and scale.format.name == "F8_E8M0"):
         raise FormatError(
@@ -189,7 +184,7 @@ def scales_of(
 
 
 def group_of(scale: StoredTensor, shape: tuple[int, ...], where: str) -> int:
-    """Columns that share a scale of [rows, groups]. Raises as `scales_of`."""
+    """Columns per scale of [rows, groups]. Raises as `scales_of`."""
     if (
         len(shape) != 2
         or len(scale.shape) != 2
@@ -214,16 +209,13 @@ def _group(columns: int, scale: StoredTensor, where: str) -> int:
 
 
 def plain(tensor: StoredTensor) -> NDArray[Any]:
-    """The numbers in the tensor's shape, as a view; bf16 as 16 bits, small floats as
-    float32.
-    """
+    """The numbers as a view; bf16 as 16 bits, small floats as float32."""
     if dtype := _NUMPY_TYPES.get(tensor.format.name):
         return tensor.parts["codes"].reshape(-1).view(dtype).reshape(tensor.shape)
     return tensor.dequantise()
 
 
 def codes_of(tensor: StoredTensor) -> Bytes:  # [rows, bytes of a row]
-    """The bytes by row, as a view."""
     return tensor.parts["codes"].reshape(tensor.rows, -1)
 
 

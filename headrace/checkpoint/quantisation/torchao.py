@@ -1,12 +1,9 @@
-"""Integer checkpoints of torchao 0.18 (pytorch/ao) in the safetensors format of
-transformers 5.
+"""Integer checkpoints of torchao 0.18 in the safetensors format of transformers 5.
 
-A layer X has `X._weight_qdata`, `X._weight_scale` and `X._weight_zero_point`.
-`Int8Tensor` and `IntxUnpackedToInt8Tensor` have codes I8 [rows, cols], one per byte,
-scales and zero points I8 [rows, groups] or [1, 1]; a weight is scale * (code - zero
-point). `Int4Tensor` has two signed codes in a byte [rows, cols / 2], low bits first,
-and float scales and zero points [groups, rows]; a weight is scale * code + zero point
-(`int4_row_quantize_zp` of mslk). The configuration implies the tensor class.
+A layer X has `X._weight_qdata`, `X._weight_scale` and `X._weight_zero_point`. `Int8Tensor` and
+`IntxUnpackedToInt8Tensor` have codes I8 [rows, cols], and scales and zero points [rows, groups]
+or [1, 1]; a weight is scale * (code - zero point). `Int4Tensor` has codes [rows, cols / 2], low
+bits first, and scales and zero points [groups, rows]; a weight is scale * code + zero point.
 """
 
 from collections.abc import Mapping
@@ -45,14 +42,13 @@ _KNOWN = {
     "IntxWeightOnlyConfig": _UNPACKED,
     "Int8DynamicActivationIntxWeightConfig": _UNPACKED,
 }
-"""Configuration classes, and the supported, default values of their fields."""
 _VERSION = 2
 _KERNEL_BITS = (2, 3, 4, 8)
 
 
 class TorchAo:
-    """Integers of 1 to 8 bits by group, row or tensor; kernels ignore how activations
-    are quantised.
+    """Integers of 1 to 8 bits by group, row or tensor; kernels ignore how activations are
+    quantised.
     """
 
     supported = (
@@ -94,7 +90,6 @@ class TorchAo:
 
 
 def _default(config: Config) -> Mapping[str, Any]:
-    """The configuration of all layers; empty if missing."""
     given = config.get("quant_type")
     default = given.get("default") if isinstance(given, dict) else None
     fits = (
@@ -106,13 +101,11 @@ def _default(config: Config) -> Mapping[str, Any]:
 
 
 def _named(given: Mapping[str, Any], field: str, default: str | None) -> Any:
-    """A field that names a member of an enumeration, or a dtype."""
     value = given["_data"].get(field)
     return default if value is None else value.get("_data") if isinstance(value, dict) else value
 
 
 def _bits(config: Config) -> int | None:
-    """Bits of a code; None for an unsupported `weight_dtype`."""
     given = _default(config)
     if given["_type"] == _INT4:
         return 4
@@ -121,7 +114,6 @@ def _bits(config: Config) -> int | None:
 
 
 def _group(cols: int, groups: int, name: str, where: str) -> int:
-    """Columns of a group; 0 for a row."""
     if cols % groups:
         raise FormatError(
             f"{where}: tensor {name} has {groups:,} scales per row, which do not divide its "
@@ -136,7 +128,6 @@ def _group(cols: int, groups: int, name: str, where: str) -> int:
 
 
 def _bytes(layer: str, bits: int, tensors: Tensors, where: str) -> StoredTensor:
-    """One code per byte; `layer` ends with a dot."""
     codes = numbers(tensors, f"{layer}{_CODES}", "I8", 2, where)
     kind, scales = finite_floats(tensors, f"{layer}{_SCALE}", where)
     rows, cols = codes.shape
@@ -175,7 +166,6 @@ def _bytes(layer: str, bits: int, tensors: Tensors, where: str) -> StoredTensor:
 
 
 def _nibbles(layer: str, tensors: Tensors, where: str) -> StoredTensor:
-    """Two codes per byte; `layer` ends with a dot."""
     codes = numbers(tensors, f"{layer}{_CODES}", "I8", 2, where)
     kind, scales = finite_floats(tensors, f"{layer}{_SCALE}", where)
     zero_kind, zeros = finite_floats(tensors, f"{layer}{_ZERO}", where)
@@ -207,7 +197,6 @@ def _nibbles(layer: str, tensors: Tensors, where: str) -> StoredTensor:
 
 
 def _by_row(values: NDArray[Any], rows: int) -> NDArray[Any]:
-    """Repeat a single number for each row."""
     return np.ascontiguousarray(np.broadcast_to(values, (rows, values.shape[1])))
 
 

@@ -1,9 +1,6 @@
-"""Writers of matrices for bitsandbytes: nf4 and fp4 (QLoRA, Dettmers et al. 2023), and
-LLM.int8.
+"""Writes nf4, fp4 (QLoRA, Dettmers et al. 2023) and LLM.int8.
 
-A scale of nf4 or fp4 becomes one of 256 values between -1 and 1, times the maximum of
-256 scales, plus the mean of all. `checkpoint/quantisation/bitsandbytes.py` describes
-the files.
+A quantised scale is one of 256 values times the maximum of 256 scales, plus the mean.
 """
 
 import json
@@ -24,7 +21,6 @@ from headrace.record import frozen
 _NESTED = 256
 """Scales that share a scale."""
 _STATE_BYTES = 256
-"""Bytes of the padded JSON object of a matrix."""
 
 
 @frozen
@@ -105,7 +101,7 @@ class BitsAndBytes:
 
 
 class LlmInt8:
-    """Writes int8 by row, for activations with outliers (LLM.int8, Dettmers et al. 2022)."""
+    """Writes int8 by row (LLM.int8, Dettmers et al. 2022)."""
 
     def config(self, plain_modules: Sequence[str]) -> dict[str, Any]:
         return {
@@ -137,11 +133,7 @@ class LlmInt8:
 
 @cache
 def scale_values() -> Floats:
-    """The 256 values of a quantised scale ("dynamic tree quantisation", Dettmers 2016).
-
-    They are 0, 1, and for each of seven decades and both signs the centres of 1 to 64
-    equal parts of its upper nine tenths.
-    """
+    """The 256 values of "dynamic tree quantisation" (Dettmers 2016): 0, 1, and seven decades."""
     positive = []
     for decade in range(7):
         borders = np.linspace(0.1, 1, 2**decade + 1)

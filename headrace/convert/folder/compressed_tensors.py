@@ -1,8 +1,4 @@
-"""Writer of matrices for compressed-tensors, which vLLM and transformers read.
-
-Integers are `pack-quantized`, W8A8 is `int-quantized`, e4m3 is `float-quantized`.
-`checkpoint/quantisation/compressed_tensors.py` describes the files.
-"""
+"""Writes compressed-tensors for vLLM and transformers."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The JSON files of a folder for the model of a GGUF file."""
+"""The JSON files of a folder for a GGUF file."""
 
 import json
 from pathlib import Path
@@ -15,9 +15,7 @@ _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"
 
 
 def write_config_files(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
-    """Write the tokenizer's files, and return the content of `config.json`. Raises as
-    `config_json`.
-    """
+    """Write the tokenizer's files, and return `config.json`. Raises as `config_json`."""
     config = config_json(checkpoint.spec)
     tokenizer = checkpoint.load_tokenizer()
     tokenizer_config = {
@@ -42,11 +40,7 @@ def write_config_files(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
 
 
 def config_json(spec: ModelSpec) -> dict[str, Any]:
-    """Make a `config.json` that gives the same specification.
-
-    Raises UnsupportedModelError if the family needs fields that only its own files
-    have.
-    """
+    """Make a `config.json`. Raises UnsupportedModelError if the family needs other fields."""
     layout = FAMILIES[spec.architecture].config
     if layout is None:
         raise UnsupportedModelError(
@@ -72,7 +66,6 @@ def _refusal(spec: ModelSpec, reason: str) -> UnsupportedModelError:
 
 
 def _usual(spec: ModelSpec, layout: ConfigLayout) -> dict[str, Any]:
-    """The fields of most families, under the family's names."""
     windows = set(spec.windows)
     return {
         "architectures": [layout.architectures[0]],

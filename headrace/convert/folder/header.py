@@ -1,4 +1,4 @@
-"""The header of a safetensors file: its size, then JSON with the place of each tensor."""
+"""The header of a safetensors file."""
 
 import json
 from collections.abc import Sequence
@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from headrace.convert.tensor_writer import ByteRange, FileLayout, PlannedTensor
 
 _ALIGNMENT = 8
-"""Divides the header's length, to align tensors of every type."""
+"""Aligns tensors of every type."""
 _WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
-"""Bytes of a number by type; 1 for other types."""
 
 
 def safetensors_layout(tensors: Sequence[PlannedTensor]) -> FileLayout:

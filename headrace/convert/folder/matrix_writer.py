@@ -1,5 +1,3 @@
-"""The protocol of writers of quantised matrices in safetensors."""
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,22 +15,17 @@ Parts = Mapping[str, NDArray[Any]]
 """
 
 _CHUNK_BITS = 1 << 24
-"""Bits that are unpacked at a time."""
 
 
 class MatrixWriter(Protocol):
-    """Writes matrices of one quantisation method; a matrix `X.weight` becomes tensors
-    named `X.*`.
-    """
+    """Writes matrices of one method; `X.weight` becomes tensors named `X.*`."""
 
     def config(self, plain_modules: Sequence[str]) -> dict[str, Any]:
         """Make the `quantization_config` of a model."""
         ...
 
     def planned(self, name: str, rows: int, cols: int) -> list[PlannedTensor]:
-        """Plan the tensors of a matrix. Raises RequestError, which names the matrix, if
-        its columns do not fit.
-        """
+        """Plan the tensors of a matrix. Raises RequestError if its columns do not fit."""
         ...
 
     def packed(self, name: str, parts: Parts) -> dict[str, NDArray[Any]]:
@@ -52,9 +45,7 @@ def check_groups(spec: QuantSpec, name: str, cols: int) -> None:
 
 
 def pack_bits(codes: Bytes, bits: int) -> NDArray[np.int32]:
-    """Pack codes [rows, cols] into 32-bit words [rows, words], lowest bits first,
-    without gaps.
-    """
+    """Pack codes [rows, cols] into 32-bit words [rows, words], lowest bits first."""
     rows, cols = codes.shape
     words = -(-cols * bits // 32)
     padding = ((0, 0), (0, 32 * words - cols * bits))

@@ -1,4 +1,4 @@
-"""Writes a model as a Hugging Face folder, with the source's other files."""
+"""Writes a model as a Hugging Face folder."""
 
 import json
 import math
@@ -41,23 +41,19 @@ _WEIGHTS = (
 )
 _TORCH_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CHUNK_VALUES = 1 << 24
-"""Numbers that are float32 at a time."""
 
 
 @frozen(eq=False, kw_only=True)
 class FolderPlan:
-    """The tensors of a folder, by the folder's names."""
-
     quantised: Mapping[str, FileTensor]
     plain: Mapping[str, tuple[FileTensor, PlannedTensor]]
     matrix_writer: MatrixWriter | None
     """None if no matrix is quantised."""
     dtype: str | None
-    """Type of all plain numbers; None keeps each tensor's type."""
+    """None keeps each tensor's type."""
 
     @property
     def names(self) -> list[str]:
-        """The model's names of the quantised matrices."""
         return [part.name for tensor in self.quantised.values() for part in tensor.slices]
 
     def planned(self) -> list[PlannedTensor]:
@@ -71,7 +67,7 @@ class FolderPlan:
 
 
 def matrix_writer(target: QuantSpec) -> MatrixWriter:
-    """Choose the writer of a format. Raises RequestError."""
+    """Raises RequestError."""
     if target.has_wide_outliers:
         return LlmInt8()
     if target.codebook in ("nf4", "fp4"):
@@ -85,11 +81,10 @@ def plan_folder(
     names: Collection[str],
     dtype: str | None = None,
 ) -> FolderPlan:
-    """Plan a folder in which the named matrices of the model are quantised.
+    """Plan a folder in which the named matrices are quantised.
 
-    A matrix of the folder is quantised if it holds named matrices only, row by row.
-    Other tensors have `dtype`, the source's type, or BF16 if the source is quantised.
-    Raises UnsupportedModelError if a folder cannot hold the model.
+    Other tensors have `dtype`, the source's type, or BF16 if the source is quantised. Raises
+    UnsupportedModelError.
     """
     if not source.is_folder:
         config_json(source.spec)
@@ -120,11 +115,7 @@ def write_folder(
     tensors: Mapping[str, StoredTensor],
     results: Iterable[tuple[str, StoredTensor]],
 ) -> None:
-    """Write the folder from the model's `tensors` and the quantised `results`.
-
-    Raises HeadraceError if the disk refuses, and the errors of `results`; nothing
-    remains then.
-    """
+    """Write the folder. Raises HeadraceError, and the errors of `results`; nothing remains then."""
     layout = safetensors_layout(plan.planned())
     check_disk_space(out, layout.size)
     with atomic_output(out) as folder:
@@ -158,9 +149,7 @@ def write_folder(
 
 
 def copy_model_files(source: Path, folder: Path) -> dict[str, Any]:
-    """Copy all files but weights and `config.json`; return the latter without
-    `quantization_config`.
-    """
+    """Return `config.json` without `quantization_config`."""
     for name in list_names(source):
         path = source / name
         if name == "additional_chat_templates" and path.is_dir():
@@ -187,7 +176,6 @@ def _numbers(
 def _joined_matrices(
     planned: Mapping[str, FileTensor], results: Iterable[tuple[str, StoredTensor]]
 ) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
-    """Yield the parts of each file tensor when all of its slices are quantised."""
     file_names = {part.name: name for name, tensor in planned.items() for part in tensor.slices}
     waiting: dict[str, dict[str, StoredTensor]] = {name: {} for name in planned}
     for model_name, matrix in results:

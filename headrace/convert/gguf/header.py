@@ -1,4 +1,4 @@
-"""The header of a GGUF file: version 3, little endian (ggml, `docs/gguf.md`)."""
+"""The header of a GGUF file, version 3 (ggml, `docs/gguf.md`)."""
 
 import math
 import struct
@@ -23,7 +23,6 @@ from headrace.errors import FormatError
 
 _VERSION = 3
 _ALIGNMENT = 32
-"""Default alignment of tensors in bytes."""
 _MAX_NAME_BYTES = 63
 """`GGML_MAX_NAME` without the final zero."""
 _KINDS = {np.dtype(name): kind for kind, name in SCALARS.items() if kind != BOOL}
@@ -51,13 +50,12 @@ def strings(values: Sequence[str]) -> RawValue:
 
 
 def numbers(values: NDArray[Any]) -> RawValue:
-    """Encode an array in its own number type."""
     little = values.astype(values.dtype.newbyteorder("<"))
     return RawValue(ARRAY, struct.pack("<IQ", _KINDS[little.dtype], len(values)) + little.tobytes())
 
 
 def raw(value: object) -> RawValue:
-    """Encode a value; integers and floats get 32 bits."""
+    """Integers and floats get 32 bits."""
     match value:
         case bool():
             return flag(value)
@@ -77,9 +75,7 @@ def raw(value: object) -> RawValue:
 def gguf_file_layout(
     metadata: Mapping[str, RawValue], tensors: Iterable[PlannedTensor]
 ) -> FileLayout:
-    """Lay out a file. Raises FormatError, which names the tensor, for a tensor that
-    GGUF cannot hold.
-    """
+    """Lay out a file. Raises FormatError for a tensor that GGUF cannot hold."""
     alignment = _alignment(metadata)
     records: list[bytes] = []
     offsets: dict[str, ByteRange] = {}
@@ -132,7 +128,6 @@ def _alignment(metadata: Mapping[str, RawValue]) -> int:
 
 
 def _record(tensor: PlannedTensor, offset: int) -> bytes:
-    """Encode a tensor's entry; `offset` counts from the first tensor."""
     if tensor.format not in _TYPE_NUMBERS:
         raise FormatError(f"tensor {tensor.name}: GGUF has no format {tensor.format}")
     if not 1 <= len(tensor.shape) <= MAX_DIMS or math.prod(tensor.shape) == 0:

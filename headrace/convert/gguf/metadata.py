@@ -1,4 +1,4 @@
-"""The key-values of a GGUF file (ggml, `docs/gguf.md`) for the model of a folder."""
+"""The key-values of a GGUF file for a folder."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -17,25 +17,21 @@ from headrace.quant.formats import FORMATS, StoredTensor
 from headrace.record import frozen
 
 _SHARED = {"name", "architecture", "rope", "window_rope"}
-"""Fields that are compared by meaning or not at all."""
 _PRECISION = 1e-6
-"""Relative precision of the float32 constants in files."""
+"""Relative, of float32 constants."""
 
 
 @frozen(eq=False)
 class GgufDescription:
     values: Mapping[str, Any]
-    """Key-values; integers and floats have 32 bits."""
+    """Integers and floats have 32 bits."""
     shapes: Mapping[str, tuple[int, ...]]
     """Rows first; the number of experts or heads comes before them."""
     rope_factors: Mapping[str, StoredTensor]
-    """Tensors that follow from the specification."""
 
 
 def describe_model(spec: ModelSpec, tensors: Mapping[str, FileTensor]) -> GgufDescription:
-    """Describe a model. Raises UnsupportedModelError, which names a field, if the
-    description gives another model.
-    """
+    """Raises UnsupportedModelError if the description gives another model."""
     layout = gguf_layout(spec.architecture)
     name = layout.architectures[0]
     rope_factors = _rope_factors(spec)
@@ -115,7 +111,6 @@ def _rope(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _rope_factors(spec: ModelSpec) -> dict[str, StoredTensor]:
-    """The rotary factors that files have as tensors."""
     rope = spec.rope
     if rope and rope.scaling == "llama3":
         unscaled = RopeSpec(rope.dim, rope.theta)
@@ -150,7 +145,6 @@ def _experts(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _own(spec: ModelSpec, name: str) -> dict[str, Any]:
-    """Keys of one architecture, new or in place of the usual ones."""
     match name:
         case "granite":
             return {
@@ -169,7 +163,6 @@ def _own(spec: ModelSpec, name: str) -> dict[str, Any]:
 
 
 def _mla(spec: ModelSpec) -> dict[str, Any]:
-    """The absorbed form has one KV head."""
     mla, rope, experts = spec.mla, spec.rope, spec.experts
     assert mla and rope
     keys: dict[str, Any] = {
@@ -212,7 +205,6 @@ def _zeros(name: str, shape: tuple[int, ...]) -> StoredTensor:
 
 
 def _difference(spec: ModelSpec, result: ModelSpec) -> str:
-    """The first difference in words, or ""."""
     if different := _different_field(spec, result, _SHARED):
         field, value, expected = different
         return f"{field} would be {value} instead of {expected}"
@@ -225,7 +217,6 @@ def _difference(spec: ModelSpec, result: ModelSpec) -> str:
 
 
 def _different_field(a: Any, b: Any, ignored: Collection[str] = ()) -> tuple[str, Any, Any] | None:
-    """The first different field, with its values in `b` and in `a`."""
     for name, value in vars(a).items():
         other = getattr(b, name)
         if name in ignored or value == other:
@@ -244,7 +235,6 @@ def _different_field(a: Any, b: Any, ignored: Collection[str] = ()) -> tuple[str
 
 
 def _same_rope(a: RopeSpec | None, b: RopeSpec | None, max_context: int) -> bool:
-    """Whether frequencies are equal in short and long texts."""
     if a is None or b is None or a.dim != b.dim:
         return a is b
 

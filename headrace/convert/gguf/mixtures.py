@@ -1,8 +1,6 @@
-"""The mixtures of formats in which GGUF files are published.
+"""The mixtures of formats in GGUF files.
 
-Names and rules are llama.cpp's (`src/llama-quant.cpp`, `llama_tensor_get_type`):
-logits, values of attention, and down projections of some layers get more bits. MXFP4 is
-our own mixture, for models without experts.
+Rules are llama.cpp's (`llama_tensor_get_type`). MXFP4 is our own mixture.
 """
 
 import re
@@ -51,27 +49,24 @@ MIXTURES = {
 
 _LOGITS, _TOKENS = "output.weight", "token_embd.weight"
 _VALUES = ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight")
-"""Matrices that make values of attention."""
 _KEPT = ("_norm.weight", "ffn_gate_inp.weight")
 """Norms of heads, and routers, stay in float32."""
 _KEPT_WHOLE = ("position_embd.weight", "token_types.weight")
 
 _LONG_BLOCKS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "TQ1_0", "TQ2_0")
-"""Formats with blocks of 256 columns; others have 32."""
+"""Blocks of 256 columns; other formats have 32."""
 _SHORT_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
-"""Replacements for rows that are no multiple of 256; Q4_0 by default."""
+"""Replacements for rows that are no multiple of 256."""
 
 
 @frozen
 class MixtureFacts:
-    """The facts about a model that the rules depend on."""
+    """The facts that the rules depend on."""
 
     architecture: str
-    """GGUF's name."""
     layers: int
     heads_per_kv_head: int = 1
     experts: int = 0
-    """Experts of a layer; 0 for a dense model."""
 
     @property
     def has_few_values(self) -> bool:
@@ -83,7 +78,7 @@ class MixtureFacts:
 
 
 def mixture_facts(metadata: Fields) -> MixtureFacts:
-    """Read the facts from GGUF metadata. Raises FormatError."""
+    """Raises FormatError."""
     name = metadata.string("general.architecture")
     heads = metadata.integer(f"{name}.attention.head_count")
     kv_heads = metadata.integer(f"{name}.attention.head_count_kv", heads)
@@ -95,9 +90,7 @@ def mixture_facts(metadata: Fields) -> MixtureFacts:
 def tensor_types(
     mixture: str, shapes: Mapping[str, tuple[int, ...]], facts: MixtureFacts
 ) -> dict[str, str]:
-    """Choose the format of each tensor by its GGUF name and shape, rows first. Raises
-    RequestError for an unknown mixture.
-    """
+    """Choose the format of each tensor by name and shape. Raises RequestError."""
     if mixture not in MIXTURES:
         raise RequestError(
             f"unknown mixture of formats {mixture[:40]!r}; use one of {', '.join(MIXTURES)}"
@@ -129,7 +122,6 @@ def tensor_types(
 
 
 def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is a matrix to llama.cpp: leading dimensions of 1 do not count."""
     is_matrix = any(size > 1 for size in shape[:-1])
     return (
         is_matrix
@@ -140,7 +132,6 @@ def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def _fitting(preferred: str, cols: int) -> str:
-    """The preferred format, or one whose blocks divide the columns."""
     if preferred in _LONG_BLOCKS and cols % 256:
         preferred = _SHORT_BLOCKS.get(preferred, "Q4_0")
     return "F16" if cols % 32 else preferred
@@ -152,7 +143,6 @@ def _layer(name: str) -> int:
 
 
 def _has_more(layer: int, layers: int) -> bool:
-    """Whether a layer gets more bits: the first and last eighth, and a third of the rest."""
     return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
 
 

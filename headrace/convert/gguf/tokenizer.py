@@ -1,10 +1,4 @@
-"""The tokenizer of a folder as key-values `tokenizer.*` of a GGUF file (ggml,
-`docs/gguf.md`).
-
-Byte-level BPE has the name of its pre-tokenizer, SentencePiece's BPE has scores that
-rank its merges. The result is compared with the original on sample texts and all
-tokens.
-"""
+"""The tokenizer of a folder as GGUF key-values, compared with the original."""
 
 import json
 import re
@@ -51,7 +45,7 @@ _TOKENS_PER_TEXT = 32
 
 
 def tokenizer_values(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Make the key-values of tokenizer and chat templates. Raises UnsupportedModelError."""
+    """Make the key-values. Raises UnsupportedModelError."""
     tokenizer = checkpoint.load_tokenizer()
     state = json.loads(tokenizer.to_json())
     model = state["model"]
@@ -83,7 +77,6 @@ def _refusal(reason: str) -> UnsupportedModelError:
 
 
 def _tokens(state: dict[str, Any], count: int) -> dict[str, Any]:
-    """All tokens with their types; other rows of the embedding are padding."""
     vocab, unknown = state["model"]["vocab"], state["model"]["unk_token"]
     added = {token["id"]: token for token in state["added_tokens"]}
     tokens = {token_id: token for token, token_id in vocab.items()} | {
@@ -112,7 +105,6 @@ def _tokens(state: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def _special(tokenizer: Tokenizer, state: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    """The ids of special tokens, and whether BOS and EOS are added."""
     assert isinstance(checkpoint.tokenizer_source, Path)
     path = find(checkpoint.tokenizer_source, "tokenizer_config.json")
     padding = read_json(path).get("pad_token") if path else None
@@ -148,7 +140,6 @@ def _adds_bos_eos(tokenizer: Tokenizer) -> tuple[bool, bool]:
 
 
 def _pre_tokenizer(state: dict[str, Any]) -> str:
-    """The name of the rule that splits texts in the same way."""
     splits = _splits(state["pre_tokenizer"])
     whole_words = bool(state["model"].get("ignore_merges"))
     composes = state["normalizer"] == {"type": "NFC"}
@@ -161,9 +152,6 @@ def _pre_tokenizer(state: dict[str, Any]) -> str:
 
 
 def _splits(part: Any) -> list[str | None]:
-    """The expressions of a pre-tokenizer; None stands for byte-level spelling or an
-    unknown part.
-    """
     match part:
         case {"type": "Sequence", "pretokenizers": parts}:
             return [split for part in parts for split in _splits(part)]
@@ -182,7 +170,6 @@ def _splits(part: Any) -> list[str | None]:
 
 
 def _scores(state: dict[str, Any], count: int) -> Floats:
-    """Minus the rank of the first merge that makes a token; the minimum without one."""
     merges, vocab = state["model"]["merges"], state["model"]["vocab"]
     scores = np.full(count, -len(merges), np.float32)
     for rank in range(len(merges) - 1, -1, -1):
@@ -191,7 +178,6 @@ def _scores(state: dict[str, Any], count: int) -> Floats:
 
 
 def _check(tokenizer: Tokenizer, values: dict[str, Any]) -> None:
-    """Raise UnsupportedModelError if the key-values give another tokenizer."""
     try:
         with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
             file.write(
@@ -218,7 +204,6 @@ def _check(tokenizer: Tokenizer, values: dict[str, Any]) -> None:
 
 
 def _texts(tokenizer: Tokenizer, types: list[int]) -> Iterator[str]:
-    """Yield the samples, then texts of all tokens; added tokens stand between words."""
     yield from _TEXTS
     for first in range(0, len(types), _TOKENS_PER_TEXT):
         text = ""

@@ -1,4 +1,4 @@
-"""Writes a model as a GGUF file, in the formats of a mixture."""
+"""Writes a model as a GGUF file."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,6 @@ from headrace.quant.formats import FORMATS, StoredTensor
 from headrace.record import frozen
 
 _CHUNK_VALUES = 1 << 22
-"""Numbers that are encoded at a time."""
 _QUANTISATION_VERSION = 2
 """`GGML_QNT_VERSION`."""
 
@@ -33,16 +32,15 @@ class GgufContents:
     """The content of a file before its tensors have formats."""
 
     fields: Fields
-    """For the model of a folder, without the tokenizer's."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Rows first, by the file's names and in its order."""
+    """Rows first, in the file's order."""
     tensors: Mapping[str, StoredTensor]
-    """Tensors that can be copied: all of a GGUF file, or a folder's rotary factors."""
+    """Tensors that can be copied."""
 
 
 @frozen(eq=False)
 class GgufPlan:
-    """The content of a file, with the format of each tensor."""
+    """The content of a file, with formats."""
 
     mixture: str
     contents: GgufContents
@@ -51,7 +49,7 @@ class GgufPlan:
 
 
 def gguf_contents(source: SourceModel) -> GgufContents:
-    """Raises UnsupportedModelError if a GGUF file cannot describe the model."""
+    """Raises UnsupportedModelError."""
     metadata = source.checkpoint.tokenizer_source
     if isinstance(metadata, Metadata):
         shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
@@ -62,9 +60,7 @@ def gguf_contents(source: SourceModel) -> GgufContents:
 
 
 def plan_gguf(source: SourceModel, mixture: str) -> GgufPlan:
-    """Plan a file in one of `MIXTURES`. Raises UnsupportedModelError, or RequestError
-    for an unknown mixture.
-    """
+    """Plan a mixture. Raises UnsupportedModelError, and RequestError for an unknown mixture."""
     contents = gguf_contents(source)
     types = tensor_types(mixture, contents.shapes, mixture_facts(contents.fields))
     tensors = {name: _planned(name, shape, types[name]) for name, shape in contents.shapes.items()}
@@ -86,10 +82,8 @@ def write_gguf(
 ) -> None:
     """Write the file; tensors in their final format are copied.
 
-    `importance` [cols] weights the squared errors of columns, by the model's names.
-    Raises HeadraceError if the disk refuses, RequestError, which names the tensor, for
-    a value that is not finite, and UnsupportedModelError for a tokenizer that GGUF
-    cannot describe; nothing remains then.
+    `importance` [cols] weights squared errors. Raises HeadraceError, RequestError for a value
+    that is not finite, and UnsupportedModelError; nothing remains then.
     """
     metadata = _metadata(source, plan.contents) | {
         "general.file_type": u32(MIXTURES[plan.mixture].file_type),
@@ -124,7 +118,6 @@ def write_gguf(
 
 
 def _metadata(source: SourceModel, contents: GgufContents) -> dict[str, RawValue]:
-    """Raises as `write_gguf`, and FormatError for text that is not Unicode."""
     metadata = source.checkpoint.tokenizer_source
     if isinstance(metadata, Metadata):
         return {key: metadata.raw(key) for key in metadata}
