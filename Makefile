@@ -75,7 +75,7 @@ test-page: .venv/.test
 
 # Tests that interpret kernels ten times as long, and all programs of tests/backend/cuda/compiling.py.
 test-triton: .venv/.test
-	HEADRACE_TRITON_EXAMPLES=10 $(BIN)/python -m pytest tests/backend/cuda tests/benchmarks/test_cuda.py
+	HEADRACE_TRITON_EXAMPLES=10 $(BIN)/python -m pytest tests/backend/cuda tests/benchmarks/test_cuda_benchmark.py
 
 test-cuda: .venv/.test
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -n 8 --dist worksteal tests/backend/cuda

@@ -1,7 +1,7 @@
 """The `headrace` command: finds the command, and turns an error into one line and an exit code.
 
-This module imports nothing heavy. Exit codes: 0 success, 1 failure, 2 usage, 3 model missing or
-unsupported, 4 out of memory, 5 address in use, 128 + n ended by signal n (130: Ctrl-C).
+Exit codes: 0 success, 1 failure, 2 usage, 3 model missing or unsupported, 4 out of memory,
+5 address in use, 128 + n ended by signal n (130: Ctrl-C). This module imports nothing heavy.
 """
 
 import argparse

@@ -161,7 +161,7 @@ def _add_speculation(group: Arguments) -> None:
         "--adaptive-speculation",
         action=argparse.BooleanOptionalAction,
         default=_DEFAULTS["adaptive_speculation"],
-        help="number of drafts by measured gain; --no-adaptive-speculation: always the maximum",
+        help="drafts as long as they save time; otherwise always the maximum",
     )
     _add(
         group,

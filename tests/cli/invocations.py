@@ -1,8 +1,7 @@
-"""The table of invocations: what the command line is given, under which conditions, and what must
-come of it.
+"""The table of invocations: command lines, their conditions and the expected results.
 
-Rows without a condition of the system run in the test's own process, the others in one each. Every
-run of the tests has the short ones; `make cli` has all, and signals at random moments.
+Rows without a condition of the system run in the process of the test, other rows in their own
+process. Every test run has the short rows; `make cli` has all rows, and signals at random moments.
 """
 
 from tests.cli.invoke import Row
@@ -207,7 +206,7 @@ MODELS = [
     Row("show {model} --json", 0, out='"fits"'),
     Row("show {model} -tp 2 -pp 2", 0, out=r"(?s)Ranks.*\n3 +1 "),
     Row("show {model} -tp 9", 3, "9 ranks cannot share"),
-    Row("show {model} -pp 2 --pipeline-layers 1,2", 3, "are not 2 layers in 2 stages"),
+    Row("show {model} -pp 2 --pipeline-layers 1,2", 3, "do not give 2 layers in 2 stages"),
     Row("show {model} -tp 0", 2, "tensor_parallel_size must be a whole number from 1"),
     Row("run {model} hello -tp 2 --max-tokens 3 --threads 1", 0, ANSWER),
     Row("run {model} hello -tp 99", 3, "99 ranks cannot share"),

@@ -1,6 +1,4 @@
-"""Runs one row of the table of invocations: in this process where no condition of the system is
-asked for, else in one of its own.
-"""
+"""Runs a row of the table of invocations, in this process or in its own."""
 
 import ctypes
 import fcntl
@@ -27,7 +25,7 @@ MARKED = [
     "-c",
     "import os; from headrace.cli import entry; os.write(1, b'.'); entry()",
 ]
-"""The same with a mark on stdout when the interpreter has started: what comes before is not ours.
+"""The command with a mark on stdout after the start of the interpreter.
 """
 CODES = {0, 1, 2, 3, 4, 129, 130, 143}
 """All exit codes that the documentation names."""
@@ -37,12 +35,12 @@ _SECONDS = 60
 
 
 class Row(NamedTuple):
-    """A command line and its conditions, and what must come of it. `{model}`, `{long}`, `{tmp}` and
-    the like are filled in.
+    """A command line, its conditions and the expected result, with names such as `{model}` to fill
+    in.
     """
 
     words: str
-    """What follows `headrace`, as a shell would read it."""
+    """Arguments of `headrace`, as a shell would read them."""
     code: int
     err: str = ""
     """Pattern of the only line on stderr; empty: there is none."""
@@ -90,7 +88,7 @@ class Row(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a row; text is None where it could not be read."""
+    """The result of a row; a text is None if it could not be read."""
 
     code: int
     out: str | None
@@ -110,9 +108,7 @@ def filled(row: Row, places: Mapping[str, object]) -> Row:
 
 
 def faults(row: Row, outcome: Outcome) -> list[str]:
-    """All in which the outcome is not what the row says, or not what must hold of every
-    invocation.
-    """
+    """Differences from the row, and from the rules for every invocation."""
     said = []
     text = (outcome.out or "") + (outcome.err or "")
     said += [
@@ -147,8 +143,9 @@ def run_here(row: Row, monkeypatch: Any, capture: Any) -> Outcome:
 
 
 def run_apart(row: Row, command: Sequence[str] = HEADRACE, delay: float = 0) -> Outcome:
-    """Run the row in a process, which `command` starts. Its signal comes so many seconds after its
-    first output.
+    """Run the row in a process that `command` starts.
+
+    Its signal is sent `delay` seconds after the first output.
     """
     if row.read_only:
         Path(row.read_only).mkdir(parents=True, exist_ok=True)
@@ -235,7 +232,7 @@ def _environment(row: Row) -> dict[str, str]:
 
 
 def _conditions(row: Row) -> Callable[[], None]:
-    """What a row asks for, between fork and exec."""
+    """Set up the conditions of a row, between fork and exec."""
 
     def ready() -> None:
         for number, name in enumerate(("stdin", "stdout", "stderr")):
@@ -245,7 +242,7 @@ def _conditions(row: Row) -> Callable[[], None]:
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
         if (
             row.read_only
-        ):  # root writes where it likes by two capabilities, which the program is not to have
+        ):  # root ignores permissions by two capabilities; the program must not have them
             for capability in (1, 2):
                 _LIBC.prctl(24, capability, 0, 0, 0)
 

@@ -48,8 +48,8 @@ def lines(model: str, capsys: pytest.CaptureFixture[str]) -> Any:
     return run
 
 
-class TestJson:
-    def test_every_line_can_be_read_alone(self, lines: Any, model: str) -> None:
+class TestBenchJson:
+    def test_bench_json_line_is_complete(self, lines: Any, model: str) -> None:
         for row in (*lines("latency", *LATENCY), *lines("throughput", *THROUGHPUT)):
             assert row["model"] == model and row["file_bytes"] == Path(model).stat().st_size
             assert row["cpu"] == "a processor" and row["threads"] == 1 and row["kv_dtype"] == "bf16"
@@ -90,7 +90,7 @@ class TestJson:
             assert row["first_token"] <= row["first_token_p95"] <= samples["seconds"]
             assert row["between_tokens"] <= row["between_tokens_p95"] <= samples["seconds"]
 
-    def test_one_output_token_has_nothing_between(self, lines: Any) -> None:
+    def test_one_output_token_has_no_time_between_tokens(self, lines: Any) -> None:
         (row,) = lines(
             "throughput", "--concurrency", "2", "--prompt-tokens", "4", "--output-tokens", "1"
         )
@@ -113,7 +113,7 @@ class TestJson:
         assert row["kv_dtype"] == "f32"
 
 
-class TestTable:
+class TestBenchTable:
     def test_latency(self, model: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["bench", "latency", model, *LATENCY]) == 0
         text = capsys.readouterr().out
@@ -142,7 +142,7 @@ class TestTable:
             ] * times
 
 
-class TestRefusal:
+class TestBenchErrors:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
@@ -165,7 +165,7 @@ class TestRefusal:
             ),
         ],
     )
-    def test_one_line_and_exit_code_2(
+    def test_bench_error_is_one_line(
         self, model: str, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
     ) -> None:
         code = cli.main(["bench", words[0], model, *words[1:]])
@@ -187,18 +187,18 @@ class TestRefusal:
             ),
         ],
     )
-    def test_more_than_the_context(
+    def test_bench_beyond_the_context(
         self, model: str, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
     ) -> None:
         assert cli.main(["bench", words[0], model, *words[1:]]) == 2
         shown = capsys.readouterr()
         assert not shown.out and message in shown.err and len(shown.err.splitlines()) == 1
 
-    def test_the_whole_context_may_be_used(self, lines: Any) -> None:
+    def test_bench_of_the_whole_context(self, lines: Any) -> None:
         (row,) = lines("latency", "--pp", "0", "--tg", "254", "--depth", "0", "--repetitions", "1")
         assert row["test"] == "tg254"
 
-    def test_no_model_is_measured_before_it_is_found(
+    def test_bench_finds_the_model_before_it_measures(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr(
@@ -209,7 +209,7 @@ class TestRefusal:
         assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_settings_and_flags_are_the_same() -> None:
+def test_bench_settings_have_options() -> None:
     parser = cli.Parser("headrace bench")
     command.configure(parser)
     flags = {

@@ -1,6 +1,4 @@
-"""`headrace calibrate` on a tiny model whose last layer does nothing, so that its acceptance is
-known.
-"""
+"""`headrace calibrate` on a tiny model whose last layer has no effect."""
 
 import json
 from pathlib import Path
@@ -19,7 +17,7 @@ from tests.checkpoint.conftest import SHAPE, write_gguf  # noqa: F401 - a fixtur
 
 @pytest.fixture
 def model(write_gguf: Any) -> Path:  # noqa: F811
-    """Three layers, of which the second changes a little and the third nothing."""
+    """Three layers: the second changes the rows a little, the third leaves them unchanged."""
     rng, dim, ffn = np.random.default_rng(0), SHAPE["dim"], SHAPE["ffn"]
     kv = SHAPE["kv_heads"] * SHAPE["head_dim"]
     shapes = {
@@ -48,7 +46,9 @@ def model(write_gguf: Any) -> Path:  # noqa: F811
 QUICK = ("--tokens", "48", "--depth", "3", "--prompt", "hello")
 
 
-def test_layers_that_do_nothing_are_found(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_finds_layers_without_effect(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["calibrate", str(model), "--layers", "1,2", "--json", *QUICK]) == 0
     report = json.loads(capsys.readouterr().out)
     one, two = report["candidates"]
@@ -63,7 +63,7 @@ def test_layers_that_do_nothing_are_found(model: Path, capsys: pytest.CaptureFix
         assert trial["options"]["proposer"] == "self_draft" and trial["tokens_per_step"] > 1
 
 
-def test_a_draft_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_with_a_draft_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", str(model), "--draft", str(model), *QUICK]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[1].split()[:2] == [str(model), "100%"]
@@ -82,17 +82,17 @@ def test_a_draft_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (("--tokens", "4000"), "the model's ends at 256"),
     ],
 )
-def test_refused(
+def test_calibrate_errors(
     model: Path, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = main(["calibrate", str(model), *words])
     assert code == 2 and message in capsys.readouterr().err
 
 
-def test_what_does_not_fit_in_memory_is_refused(
+def test_calibrate_beyond_memory(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The draft's weights and KV count beside the model's."""
+    """The weights and KV of the draft model count next to the model."""
     checkpoint = open_checkpoint(model)
     program = lower_program(
         "cpu", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors
@@ -111,7 +111,7 @@ def test_what_does_not_fit_in_memory_is_refused(
     assert f"{weights:,} bytes of weights" in capsys.readouterr().err
 
 
-def test_the_trial_runs(
+def test_calibrate_prints_a_suggestion(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("headrace.measure.calibrate.MIN_SPEEDUP", 0.0)

@@ -1,5 +1,5 @@
-"""The GPU backend from the command line, in the interpreter; and a machine without a GPU, where
-nothing of it is loaded.
+"""The GPU backend on the command line, in the interpreter; and a machine without a GPU, which
+imports no module of it.
 """
 
 import json
@@ -37,7 +37,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     )
 
 
-def test_an_answer_of_interpreted_kernels(headrace: Any, model: str) -> None:
+def test_run_with_interpreted_kernels(headrace: Any, model: str) -> None:
     words = (
         "run",
         model,
@@ -63,7 +63,7 @@ def test_an_answer_of_interpreted_kernels(headrace: Any, model: str) -> None:
     assert tokens[0] == tokens[1] and len(tokens[0]) == 2
 
 
-def test_a_gpu_that_is_not_there(
+def test_cuda_backend_without_a_gpu(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
@@ -82,7 +82,7 @@ def test_a_gpu_that_is_not_there(
         )
 
 
-def test_show(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_with_the_cuda_backend(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     facts = {}
     for backend in ("auto", "cpu", "cuda"):
         assert main(["show", model, "--json", "--backend", backend]) == 0
@@ -101,7 +101,7 @@ def test_show(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(rf"runs on +cuda; .*{INTERPRETED}", capsys.readouterr().out)
 
 
-def test_show_says_why_a_gpu_is_not_used(
+def test_show_names_the_reason_for_an_unused_gpu(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -117,8 +117,8 @@ def test_show_says_why_a_gpu_is_not_used(
     assert not printed.err
 
 
-def test_a_profile_of_interpreted_kernels(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each op has its time, with those of all kernels that it takes."""
+def test_profile_with_interpreted_kernels(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The time of an op includes all its kernels."""
     words = [
         "profile",
         model,
@@ -156,7 +156,7 @@ class TestDoctor:
         assert main(["doctor", "--threads", "1", "--json"]) == 0
         return json.loads(capsys.readouterr().out)
 
-    def test_without_a_gpu(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_doctor_without_a_gpu(self, capsys: pytest.CaptureFixture[str]) -> None:
         facts = self.facts(capsys)
         assert (facts["gpu"], facts["backend"], facts["backend_remark"]) == (
             None,
@@ -164,7 +164,7 @@ class TestDoctor:
             "no driver: use the cpu backend",
         )
 
-    def test_a_gpu_that_cannot_be_used(
+    def test_doctor_with_an_unusable_gpu(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(
@@ -184,7 +184,7 @@ class TestDoctor:
             and "85.0 GB" in printed
         )
 
-    def test_a_gpu_that_is_used(
+    def test_doctor_with_a_gpu(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Its figures are made up, and its kernels are interpreted."""
@@ -219,7 +219,7 @@ class TestDoctor:
         assert re.search(r"OK +cpu: all.*\nOK +cuda: all", printed)
 
 
-def test_without_a_gpu_nothing_of_it_is_loaded(model: str) -> None:
+def test_no_gpu_module_is_imported_without_a_gpu(model: str) -> None:
     """By whatever face."""
     code = f"""
 import sys
@@ -237,7 +237,7 @@ assert not loaded, loaded
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_the_set_up_for_tests_takes_torch_by_itself_first() -> None:
+def test_setup_installs_the_pinned_torch_first() -> None:
     """As `oracle` pins it, which the extra `cuda` admits: so no later requirement brings another
     build of it.
     """

@@ -74,15 +74,15 @@ def ready(row: Row, places: dict[str, object], tmp_path: Path) -> Row:
     env |= {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PYTHONUNBUFFERED": "", **row.env}
     rubbish = tmp_path / "rubbish"
     rubbish.mkdir(mode=0o700)
-    fill_with_rubbish(rubbish)
+    fill_with_invalid_records(rubbish)
     return filled(
         row._replace(env=env),
         {**places, "tmp": tmp_path, "locked": tmp_path / "locked", "rubbish": rubbish},
     )
 
 
-def fill_with_rubbish(folder: Path) -> None:
-    """What is no record of an engine, and no measurement of a machine."""
+def fill_with_invalid_records(folder: Path) -> None:
+    """Write files that are neither records of an engine nor measurements of a machine."""
     for i, text in enumerate(
         (
             "",
@@ -102,7 +102,7 @@ def fill_with_rubbish(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("row", CHOSEN, ids=lambda row: row.words[:60] or "nothing")
-def test_row(
+def test_invocation(
     row: Row,
     places: dict[str, object],
     tmp_path: Path,
@@ -115,10 +115,8 @@ def test_row(
     )
 
 
-def test_a_full_disk(places: dict[str, object], tmp_path: Path) -> None:
-    """One of 64 kB, where this machine lets us have one; the rows have a limit on the size of files
-    instead.
-    """
+def test_pull_onto_a_full_disk(places: dict[str, object], tmp_path: Path) -> None:
+    """A disk of 64 kB, if this machine can mount one; the rows limit the size of files instead."""
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(
@@ -155,7 +153,7 @@ entry()
 
 
 @pytest.mark.parametrize("number", range(1, 400) if ROUNDS else (1, 2, 5, 20, 60))
-def test_ctrl_c_while_it_imports(number: int) -> None:
+def test_ctrl_c_during_imports(number: int) -> None:
     """At each of the modules that it imports, from the first one on."""
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED.format(number=number)], capture_output=True
@@ -180,5 +178,5 @@ def test_signals_at_random_moments(number: int, places: dict[str, object], tmp_p
         3,
         code,
         128 - code,
-    )  # the last: before we take signals, the system answers them
+    )  # the last: before the process handles signals, the system does
     assert len(outcome.err.splitlines()) <= 2

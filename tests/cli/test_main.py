@@ -46,7 +46,7 @@ ELSEWHERE = {
         for file in ("mistral", "qwen2", "qwen_moe", "gemma", "gpt2", "deepseek", "gpt_oss")
     ),
 }
-"""What an answer of a Llama in a GGUF file does not need."""
+"""Modules that a response of a Llama in a GGUF file does not need."""
 HEAVY = {
     "numpy",
     "rich",
@@ -106,7 +106,7 @@ class TestStart:
         heavy = HEAVY - {"headrace._native"} if "--version" in code else HEAVY
         assert not heavy & set(output.splitlines()[-1].split())
 
-    def test_an_answer_imports_what_it_needs(self, smollm2: Path) -> None:
+    def test_run_imports_no_unneeded_module(self, smollm2: Path) -> None:
         words = ["run", str(smollm2), "Hi", "--max-tokens", "1", "--quiet"]
         script = (
             f"import sys; from headrace.cli.main import main; assert not main({words}); "
@@ -152,12 +152,12 @@ class TestUsage:
             (("pull",), "the following arguments are required: MODEL"),
         ],
     )
-    def test_one_line_and_exit_code_2(self, headrace, words: tuple[str, ...], message: str) -> None:
+    def test_usage_error_is_one_line(self, headrace, words: tuple[str, ...], message: str) -> None:
         result = headrace(*words)
         assert result.returncode == 2 and not result.stdout
         assert message in result.stderr and len(result.stderr.splitlines()) == 1
 
-    def test_flags_may_stand_between_the_arguments(self) -> None:
+    def test_options_between_arguments(self) -> None:
         from headrace.cli import run
 
         parser = cli.Parser("headrace run")
@@ -179,7 +179,7 @@ class TestFailure:
         assert result.returncode == 3 and not result.stdout
         assert result.stderr.startswith("headrace: ") and len(result.stderr.splitlines()) == 1
 
-    def test_a_file_that_is_no_model(self, headrace, tmp_path: Path) -> None:
+    def test_file_that_is_not_a_model(self, headrace, tmp_path: Path) -> None:
         file = tmp_path / "broken.gguf"
         file.write_bytes(b"GGUF" + bytes(100))
         for command in ("run", "show"):
@@ -218,7 +218,7 @@ class TestFailure:
             (Ended(signal.SIGTERM), 143, ""),
         ],
     )
-    def test_an_error_is_one_line(
+    def test_error_is_one_line(
         self,
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
@@ -234,7 +234,7 @@ class TestFailure:
         said = capsys.readouterr().err
         assert message in said and len(said) < 1100 and said.count("\n") == bool(message)
 
-    def test_an_error_of_what_a_signal_left_half_done(
+    def test_error_during_a_signal_is_the_signal(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         def fail(args: object) -> int:
@@ -246,7 +246,7 @@ class TestFailure:
         monkeypatch.setattr("headrace.cli.ls.run", fail)
         assert cli.main(["ls"]) == 129 and capsys.readouterr().err == ""
 
-    def test_a_reader_that_leaves(self) -> None:
+    def test_closed_pipe_of_help(self) -> None:
         process = subprocess.Popen(
             [sys.executable, "-m", "headrace", "--help"],
             stdout=subprocess.PIPE,

@@ -16,7 +16,7 @@ from headrace.model import trace_model
 from headrace.planner.fit import RUNTIME_BYTES
 
 
-def test_pull_prints_the_path_and_nothing_else(headrace, smollm2: Path) -> None:
+def test_pull_prints_only_the_path(headrace, smollm2: Path) -> None:
     result = headrace("pull", "smollm2")
     assert (result.returncode, result.stdout, result.stderr) == (0, f"{smollm2}\n", "")
 
@@ -88,7 +88,7 @@ class TestShow:
         assert (
             sum(rank["kv_bytes_per_token"] for rank in ranks) == whole["kv_bytes_per_token"]["bf16"]
         )
-        # In each layer attention, what it makes, the gated unit, and what that makes are gathered;
+        # Each layer gathers the outputs of attention, of the gated unit and of their projections;
         # then the logits, and a token's row.
         gathered = 30 * (576 + 576 + 1536 + 576) * 2 // 3 + 49152 * 2 // 3 + 2 * 576
         assert [rank["bytes_received_decode"] for rank in ranks] == [4 * gathered] * 3
@@ -103,7 +103,7 @@ class TestShow:
         )
         assert re.search(r"weights in memory +\d+\.\d MB", text)
 
-    def test_limits_only_where_the_machine_was_measured(
+    def test_speed_limits_need_a_measured_machine(
         self, headrace, smollm2: Path, tmp_path: Path
     ) -> None:
         (tmp_path / "link.gguf").symlink_to(smollm2)
@@ -133,7 +133,7 @@ class TestDoctor:
             result = headrace("doctor", HEADRACE_ISA=isa, HEADRACE_CACHE=str(tmp_path))
             assert result.returncode == 0 and isa in result.stdout and "FAILED" not in result.stdout
 
-    def test_a_wrong_kernel_is_found(
+    def test_doctor_finds_a_wrong_kernel(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         from headrace.cli.main import main
@@ -174,8 +174,8 @@ MIXTRAL_8X7B = {
 }
 
 
-class TestShowOfAConfiguration:
-    """Without weights: what a model would be, of a `config.json` alone or in a folder."""
+class TestShowConfigOnly:
+    """A model without weights: a `config.json`, alone or in a folder."""
 
     def facts_of(
         self, path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any]
@@ -185,7 +185,7 @@ class TestShowOfAConfiguration:
         facts: dict[str, Any] = json.loads(capsys.readouterr().out)
         return facts
 
-    def test_a_mixture_of_experts(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_moe(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """The published numbers are 46.7 and 12.9 billion."""
         facts = self.facts_of(tmp_path, capsys, MIXTRAL_8X7B)
         assert (facts["parameters"], facts["active_parameters"]) == (46_702_792_704, 12_879_925_248)
@@ -217,16 +217,14 @@ class TestShowOfAConfiguration:
         (group,) = facts["kv_groups"]
         assert (group["layers"], group["window"]) == (32, 4096) and "experts" not in facts
 
-    def test_as_text(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_moe_as_text(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "config.json").write_text(json.dumps(MIXTRAL_8X7B))
         assert main(["show", str(tmp_path / "config.json")]) == 0
         text = capsys.readouterr().out
         assert "absent; they would be 93.4 GB in BF16, 49.6 GB in Q8_0" in text
         assert "8 in 32 layers, 2 for each token: 12,879.9 M active parameters" in text
 
-    def test_nothing_runs_without_weights(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_run_needs_weights(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "config.json").write_text(json.dumps(MIXTRAL_8X7B))
         assert main(["run", str(tmp_path), "hello"]) == 3
         assert "no safetensors file" in capsys.readouterr().err

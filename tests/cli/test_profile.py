@@ -56,7 +56,7 @@ def facts_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("tiny")
-class TestTiny:
+class TestProfileTinyModel:
     def test_json(self, capsys: pytest.CaptureFixture[str]) -> None:
         facts = facts_of(capsys, *QUICK, "--threads", "1")
         assert [phase["name"] for phase in facts["phases"]] == NAMES and not facts["skipped"]
@@ -104,9 +104,7 @@ class TestTiny:
             assert word in text
         assert "27.0 GB/s (18.0-36.0 in 2 measurements); it drifted" in text
 
-    def test_the_picture_lies_beside_the_json(
-        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
-    ) -> None:
+    def test_svg_next_to_json(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         file = tmp_path / "roofline.svg"
         facts = facts_of(capsys, *QUICK, "--svg", str(file))
         points = [
@@ -116,7 +114,7 @@ class TestTiny:
         ]
         assert len(points) % len(facts["phases"]) == 0 and len(points) >= 5 * len(facts["phases"])
 
-    def test_defaults_that_do_not_fit_the_context_are_left_out(
+    def test_default_lengths_beyond_the_context_are_skipped(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("headrace.measure.profile.PREFILL", (700, 701))
@@ -132,7 +130,7 @@ class TestTiny:
         assert main(["profile", "tiny", *words]) == 0
         assert "Skipped\n" in capsys.readouterr().out
 
-    def test_what_does_not_fit_in_memory_is_left_out(
+    def test_phases_beyond_memory_are_skipped(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         free = (
@@ -147,7 +145,7 @@ class TestTiny:
         assert [phase["name"] for phase in facts["phases"]] == ["decode, depth 8, batch 3"]
         assert f"the weights leave {free:,}" in facts["skipped"]["decode, depth 8, batch 4"]
 
-    def test_an_op_of_the_backend_alone_is_shown(
+    def test_op_that_only_the_backend_has(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from headrace.backend.cpu.executable import CpuExecutable
@@ -183,8 +181,8 @@ def mixture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("mixture")
-class TestExperts:
-    def test_what_was_hit_stands_beside_what_chance_would_hit(
+class TestProfileExperts:
+    def test_measured_and_expected_experts(
         self, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
         file = tmp_path / "experts.svg"
@@ -220,7 +218,7 @@ class TestExperts:
 
 
 @pytest.mark.usefixtures("tiny")
-class TestRefusals:
+class TestProfileErrors:
     def test_a_model_without_experts(
         self, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
@@ -233,14 +231,14 @@ class TestRefusals:
         assert not out and err.startswith("headrace: ") and len(err.splitlines()) == 1
         return err
 
-    def test_more_than_the_context_asked_for(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_lengths_beyond_the_context(self, capsys: pytest.CaptureFixture[str]) -> None:
         err = self.refused(capsys, 2, "--prefill", "16,701")
         assert (
             "prefill 701 is too long for the model's context of 700 tokens; use at most 700" in err
         )
         assert "depth 700 is too long" in self.refused(capsys, 2, "--depth", "700")
 
-    def test_nothing_asked_for(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_no_phases(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert "set prefill, or depth" in self.refused(
             capsys, 2, "--prefill", "none", "--depth", "none"
         )
@@ -262,9 +260,7 @@ class TestRefusals:
             capsys, 4, "--prefill", "40", "--depth", "none"
         )
 
-    def test_a_picture_that_cannot_be_written(
-        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
-    ) -> None:
+    def test_unwritable_svg(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert "name a file in a folder that exists" in self.refused(
             capsys, 2, "--svg", str(tmp_path / "none" / "a.svg")
         )
@@ -294,7 +290,7 @@ class TestRefusals:
         assert words[0].partition("=")[0] in err and "headrace profile --help" in err
 
 
-def test_the_real_model_from_outside(headrace, smollm2: Path) -> None:
+def test_profile_of_the_default_model(headrace, smollm2: Path) -> None:
     result = headrace(
         "profile",
         str(smollm2),

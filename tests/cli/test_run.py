@@ -1,4 +1,4 @@
-"""`headrace run` on the real model: answers when piped, and a chat on a terminal."""
+"""`headrace run` on the default model: responses in a pipe, and a chat on a terminal."""
 
 import json
 import os
@@ -32,20 +32,20 @@ def fetched(smollm2: Path) -> None:
     """The model is there before anything is timed or read."""
 
 
-class TestAnswer:
-    def test_the_answer_alone_is_on_stdout(self, headrace) -> None:
+class TestRun:
+    def test_only_the_response_is_on_stdout(self, headrace) -> None:
         result = headrace("run", "smollm2", CAPITAL, *SHORT)
         assert result.returncode == 0 and "Paris" in result.stdout and result.stdout.endswith("\n")
         match = CLOSING.match(result.stderr.strip())
         assert match and int(match[2]) <= 12 and match[3]
 
-    def test_the_prompt_may_come_through_a_pipe(self, headrace) -> None:
+    def test_prompt_from_a_pipe(self, headrace) -> None:
         asked = headrace("run", "smollm2", CAPITAL, *SHORT).stdout
         assert headrace("run", "smollm2", *SHORT, stdin=CAPITAL).stdout == asked
         assert headrace("run", "smollm2", "-", *SHORT, stdin=CAPITAL).stdout == asked
         assert headrace("run", "-", *SHORT, stdin=CAPITAL).stdout == asked
 
-    def test_what_is_piped_in_follows_the_prompt(self, headrace) -> None:
+    def test_piped_text_follows_the_prompt(self, headrace) -> None:
         one = headrace("run", "smollm2", "Repeat this word:", *SHORT, stdin="mill")
         other = headrace("run", "smollm2", "Repeat this word:\n\nmill", *SHORT)
         assert one.stdout == other.stdout
@@ -58,7 +58,7 @@ class TestAnswer:
         result = headrace("run", "smollm2", "The capital of France is", "--raw", *SHORT)
         assert "Paris" in result.stdout and int(CLOSING.match(result.stderr.strip())[1]) == 5
 
-    def test_the_same_seed_gives_the_same_answer(self, headrace) -> None:
+    def test_same_seed_same_response(self, headrace) -> None:
         def answer(*flags: str) -> str:
             return headrace(
                 "run",
@@ -90,14 +90,14 @@ class TestAnswer:
         )
         assert len({answer("--seed", str(seed)) for seed in range(4)}) > 1
 
-    def test_beams_find_a_likelier_answer_than_greedy(self, headrace) -> None:
+    def test_beam_search_finds_a_likelier_response(self, headrace) -> None:
         flags = ("The water", "--raw", "--max-tokens", "8", "--presence-penalty", "0")
         kinds = (("--beam-width", "6"), ("--beam-width", "6"), ("--temperature", "0"))
         searched, again, greedy = (headrace("run", "smollm2", *flags, *kind) for kind in kinds)
         assert searched.stdout == again.stdout and CLOSING.match(searched.stderr.strip())
         assert searched.stdout != greedy.stdout
 
-    def test_instructions_reach_the_model(self, headrace) -> None:
+    def test_system_message_reaches_the_model(self, headrace) -> None:
         plain, instructed = (
             headrace("run", "smollm2", CAPITAL, *SHORT, *flags)
             for flags in ((), ("--system", "Speak like a pirate."))
@@ -105,10 +105,10 @@ class TestAnswer:
         assert CLOSING.match(plain.stderr.strip())[1] != CLOSING.match(instructed.stderr.strip())[1]
 
 
-class TestSeveralAnswers:
+class TestSeveralResponses:
     PROMPT = ("run", "smollm2", "Name an animal.", "--temperature", "1", "--max-tokens", "12")
 
-    def test_json_has_all_of_each(self, headrace) -> None:
+    def test_json_of_several_responses(self, headrace) -> None:
         result = headrace(*self.PROMPT, "-n", "3", "--json")
         answers = [json.loads(line) for line in result.stdout.splitlines()]
         assert (
@@ -143,7 +143,7 @@ class TestSeveralAnswers:
             != plain["text"]
         )
 
-    def test_an_answer_ends_where_the_context_is_full(self, headrace) -> None:
+    def test_response_ends_when_the_context_is_full(self, headrace) -> None:
         flags = ("--raw", "--json", "--max-model-len", "64", "--temperature", "0")
         result = json.loads(headrace("run", "smollm2", "One, two, three, four,", *flags).stdout)
         assert (
@@ -151,7 +151,7 @@ class TestSeveralAnswers:
             and result["finish_reason"] == "length"
         )
 
-    def test_text_comes_as_soon_as_its_place_is_known(self) -> None:
+    def test_text_of_several_responses_in_order(self) -> None:
         def update(index: int, text: str, end: bool = False) -> Update:
             return Update("0", index, text, [], [], "stop" if end else None, None, None)
 
@@ -168,7 +168,7 @@ class TestSeveralAnswers:
         assert list(in_order(updates[1:3], 1)) == ["a", "A"]
 
 
-class TestRefusal:
+class TestRunErrors:
     @pytest.mark.parametrize(
         ("flags", "message"),
         [
@@ -206,7 +206,7 @@ class TestRefusal:
         assert result.returncode == 2 and not result.stdout
         assert message in result.stderr and len(result.stderr.splitlines()) == 1
 
-    def test_nothing_to_answer(self, headrace) -> None:
+    def test_empty_prompt(self, headrace) -> None:
         for words, feed in (
             ((), None),
             ((), ""),
@@ -218,17 +218,17 @@ class TestRefusal:
             result = headrace("run", "smollm2", *words, stdin=feed)
             assert result.returncode == 2 and "the prompt is empty" in result.stderr
 
-    def test_a_prompt_in_the_place_of_the_model(self, headrace) -> None:
+    def test_prompt_in_place_of_the_model(self, headrace) -> None:
         result = headrace("run", CAPITAL)
         assert result.returncode == 2 and f"headrace run smollm2 '{CAPITAL}'" in result.stderr
 
-    def test_stdin_that_is_no_text(self) -> None:
+    def test_stdin_that_is_not_text(self) -> None:
         result = subprocess.run(
             [*HEADRACE, "run", "smollm2"], input=b"ok \xff\xfe", capture_output=True
         )
         assert result.returncode == 2 and b"not UTF-8 text at byte 3" in result.stderr
 
-    def test_more_text_than_the_context_holds(self, headrace) -> None:
+    def test_prompt_beyond_the_context(self, headrace) -> None:
         for text in ("water " * 9000, "x" * 3_000_000):
             result = headrace("run", "smollm2", stdin=text)
             assert (
@@ -237,7 +237,7 @@ class TestRefusal:
                 and len(result.stderr.splitlines()) == 1
             )
 
-    def test_no_memory_for_the_kv(
+    def test_kv_beyond_memory(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr(
@@ -249,7 +249,7 @@ class TestRefusal:
 
 
 class TestInterrupt:
-    def test_an_interrupted_answer(self) -> None:
+    def test_interrupted_response(self) -> None:
         command = [
             *HEADRACE,
             "run",
@@ -268,7 +268,7 @@ class TestInterrupt:
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 130 and not errors
 
-    def test_a_reader_that_leaves(self) -> None:
+    def test_closed_pipe(self) -> None:
         command = [*HEADRACE, "run", "smollm2", "Tell a long story.", "--max-tokens", "4000"]
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -317,7 +317,7 @@ class Terminal:
 
 
 class TestChat:
-    def test_a_conversation(self) -> None:
+    def test_chat_conversation(self) -> None:
         chat = Terminal("run", "smollm2", *SHORT)
         chat.wait_for("Ctrl-D leaves")
         chat.wait_for("> ")
@@ -330,7 +330,7 @@ class TestChat:
         assert num_in(second) > num_in(first) + 8  # the whole conversation is the prompt
         assert re.search(
             r" in, [1-9]\d* cached, ", second
-        )  # and what came before is not computed again
+        )  # and the earlier turns are not computed again
         chat.wait_for("> ")
         chat.type("/reset\n")
         chat.wait_for("> ")
@@ -354,7 +354,7 @@ class TestChat:
             ("xterm", "\x1b[200~What is the capital\r\rof France?\rOne word.\x1b[201~\r"),
         ],
     )
-    def test_what_is_pasted_is_one_turn(self, headrace, terminal: str, typed: str) -> None:
+    def test_paste_is_one_turn(self, headrace, terminal: str, typed: str) -> None:
         chat = Terminal("run", "smollm2", *SHORT, TERM=terminal)
         chat.wait_for("> ")
         chat.type(typed)
@@ -365,7 +365,7 @@ class TestChat:
         asked = headrace("run", "smollm2", "What is the capital\n\nof France?\nOne word.", *SHORT)
         assert num_in(shown) == num_in(asked.stderr) and asked.stdout.splitlines()[0] in shown
 
-    def test_interrupts_at_the_prompt(self) -> None:
+    def test_chat_interrupts_at_the_prompt(self) -> None:
         chat = Terminal("run", "smollm2", *SHORT)
         for sent in (*[signal.SIGINT] * 3, signal.SIGTERM):
             chat.wait_for("> ")
@@ -377,7 +377,7 @@ class TestChat:
             chat.process.send_signal(sent)
         assert chat.close() == 143
 
-    def test_interrupt_stops_the_answer_and_nothing_else(self) -> None:
+    def test_chat_interrupt_stops_only_the_response(self) -> None:
         chat = Terminal("run", "smollm2", "--max-tokens", "4000", "--temperature", "1")
         chat.wait_for("> ")
         chat.type("Tell a very long story.\n")
@@ -388,7 +388,7 @@ class TestChat:
         chat.type("/exit\n")
         assert chat.close() == 0
 
-    def test_what_does_not_fit_leaves_the_conversation_as_it_was(self) -> None:
+    def test_chat_line_beyond_the_context_is_dropped(self) -> None:
         chat = Terminal("run", "smollm2", *SHORT, "--max-model-len", "64")
         chat.wait_for("> ")
         chat.type(f"{CAPITAL}\n")
@@ -426,7 +426,7 @@ def num_out(text: str) -> int:
     return int(re.search(r"(\d+) out", text)[1])
 
 
-def test_control_characters_reach_a_file_and_not_a_terminal(
+def test_control_characters_are_removed_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from headrace.cli import terminal

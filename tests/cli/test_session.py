@@ -1,6 +1,4 @@
-"""The closing line of an answer, from a result that is given by hand, on a machine whose figures
-are known.
-"""
+"""The closing line of made-up results, on a machine with known rates."""
 
 import re
 from types import SimpleNamespace
@@ -26,7 +24,7 @@ DRAFTS = {"ngram": DraftStats(10, 60, 50)}
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What is known of the machine, in `now`; `after` is what one more measurement makes of it."""
+    """The known machine is in `now`; `after` is the machine after another measurement."""
     known = SimpleNamespace(now=MACHINE, after=MACHINE)
     monkeypatch.setattr(
         "headrace.planner.hardware.this_machine", lambda threads, backend="cpu": known.now
@@ -67,7 +65,7 @@ def least(result: RequestOutput, machine: Machine = MACHINE) -> float:
 
 @pytest.mark.parametrize("drafts", [{}, DRAFTS], ids=["plain", "drafts"])
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
-def test_the_percentage_is_the_share_of_the_least_time(
+def test_percentage_is_the_share_of_the_limit(
     monkeypatch: pytest.MonkeyPatch,
     machine: SimpleNamespace,
     drafts: dict[str, DraftStats],
@@ -96,7 +94,7 @@ def test_drafts_raise_the_limit(monkeypatch: pytest.MonkeyPatch, machine: Simple
     assert 1.5 * limits[0] < limits[1] <= 2 * limits[0]  # at most 100 tokens in 50 steps
 
 
-def test_a_limit_that_was_beaten_is_measured_again(
+def test_beaten_limit_is_measured_again(
     monkeypatch: pytest.MonkeyPatch, machine: SimpleNamespace
 ) -> None:
     machine.now = Machine(
@@ -107,14 +105,14 @@ def test_a_limit_that_was_beaten_is_measured_again(
         assert ", 50 %" in closing_line(monkeypatch, result)
 
 
-def test_what_was_not_beaten_is_not_measured_again(
+def test_unbeaten_limit_is_not_measured_again(
     monkeypatch: pytest.MonkeyPatch, machine: SimpleNamespace
 ) -> None:
     machine.after = None
     assert ", 99 %" in closing_line(monkeypatch, answer(101, least(answer(101, 1.0)) / 0.99))
 
 
-def test_an_answer_within_its_first_step_has_no_speed(
+def test_response_of_one_step_has_no_speed(
     monkeypatch: pytest.MonkeyPatch, machine: SimpleNamespace
 ) -> None:
     assert closing_line(monkeypatch, answer(1, 0.0)) == "[20 in, 2,000 tok/s · 1 out]"
@@ -136,7 +134,7 @@ def test_cached_tokens_take_no_time(
     )
 
 
-def test_what_is_lossy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_line_names_lossy_options(monkeypatch: pytest.MonkeyPatch) -> None:
     line = closing_line(
         monkeypatch, answer(1, 0.0), EngineConfig(backend="cpu", attention_window=512)
     )

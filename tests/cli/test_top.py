@@ -26,7 +26,7 @@ from tests.engine.toy import toy_engine
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where engines and lookers of this test meet."""
+    """The folder of records for this test."""
     path = tmp_path / "stats"
     monkeypatch.setenv("HEADRACE_STATS", str(path))
     return path
@@ -43,8 +43,8 @@ def files(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
 
 
-class TestWriting:
-    def test_nothing_when_nobody_looks(self, folder: Path) -> None:
+class TestEngineWritesRecords:
+    def test_no_record_without_a_watcher(self, folder: Path) -> None:
         engine = busy_engine()
         for _ in range(3):
             engine.step()
@@ -53,7 +53,7 @@ class TestWriting:
         engine.step()
         assert files(folder) == []
 
-    def test_a_look_is_answered_and_taken_back(self, folder: Path) -> None:
+    def test_record_appears_and_is_removed(self, folder: Path) -> None:
         watcher, engine = EngineWatcher(), busy_engine()
         engine.step()
         (record,) = watcher.read()
@@ -67,7 +67,7 @@ class TestWriting:
         engine.close()
         assert files(folder) == ["watch"]
 
-    def test_records_have_a_distance(self, folder: Path) -> None:
+    def test_min_interval_of_records(self, folder: Path) -> None:
         EngineWatcher()
         engine = busy_engine()
         engine.step()
@@ -77,7 +77,7 @@ class TestWriting:
         engine.step()
         assert file.read_text() == before
 
-    def test_the_last_word_of_an_engine_is_that_it_is_inactive(self, folder: Path) -> None:
+    def test_last_record_of_an_engine_is_inactive(self, folder: Path) -> None:
         watcher, engine = EngineWatcher(), busy_engine()
         while engine.has_work:
             engine.step()
@@ -85,13 +85,13 @@ class TestWriting:
         (record,) = watcher.read()
         assert (record["stats"].running, record["stats"].finished, record["seqs"]) == (0, 2, [])
 
-    def test_an_old_look_does_not_count(self, folder: Path) -> None:
+    def test_old_watch_file_is_ignored(self, folder: Path) -> None:
         EngineWatcher()
         os.utime(folder / "watch", (time.time() - 2 * publish.FRESH,) * 2)
         busy_engine().step()
         assert files(folder) == ["watch"]
 
-    def test_nobody_else_can_ask(self, folder: Path) -> None:
+    def test_folder_open_to_others_is_ignored(self, folder: Path) -> None:
         EngineWatcher()
         folder.chmod(0o777)
         busy_engine().step()
@@ -99,7 +99,7 @@ class TestWriting:
         with pytest.raises(RequestError, match="HEADRACE_STATS"):
             EngineWatcher()
 
-    def test_a_folder_that_cannot_be_written_hurts_nobody(
+    def test_unwritable_folder_is_ignored(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         EngineWatcher()
@@ -113,10 +113,10 @@ class TestWriting:
         assert engine.stats().steps == 1 and files(folder) == ["watch"]
 
     @pytest.mark.parametrize(("most_blocks", "with_map"), [(63, False), (64, True)])
-    def test_a_record_is_bounded(
+    def test_record_is_bounded(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, most_blocks: int, with_map: bool
     ) -> None:
-        """By lines, of what runs and of what waits, and by the 64 blocks of a map."""
+        """The number of sequences, running or waiting, and the 64 blocks of the map are bounded."""
         monkeypatch.setattr("headrace.engine.engine.MAX_SEQUENCES", 5)
         monkeypatch.setattr("headrace.engine.engine.MAX_BLOCKS", most_blocks)
         watcher, engine = EngineWatcher(with_map=True), busy_engine(9, max_num_seqs=3)
@@ -150,18 +150,18 @@ WRONG = (
     ('"groups": [[1, 0, 64', '"groups": [[1, 0, 1000000000'),
     ('"block_size": ', '"block_size": -'),
 )
-"""What is written into a good record, in place of what is there, to make a bad one of it."""
+"""Replacements of text that make a valid record invalid."""
 
 
-class TestReading:
-    def test_the_map_is_the_engines(self, folder: Path) -> None:
+class TestReadRecords:
+    def test_block_map_of_a_record(self, folder: Path) -> None:
         watcher, engine = EngineWatcher(with_map=True), busy_engine()
         engine.step()
         (record,) = watcher.read()
         blocks = record["map"]
         assert blocks == engine.block_map() and blocks.groups[0].num_blocks == 64
 
-    def test_records_of_dead_processes_are_taken_away(self, folder: Path) -> None:
+    def test_records_of_dead_processes_are_deleted(self, folder: Path) -> None:
         watcher, engine = EngineWatcher(), busy_engine()
         engine.step()
         process = subprocess.Popen([sys.executable, "-c", ""])
@@ -175,7 +175,7 @@ class TestReading:
             os.utime(path, (time.time() - 60,) * 2)
         assert len(watcher.read()) == 1 and files(folder) == sorted([file.name, "watch"])
 
-    def test_what_is_no_record_is_passed_over(self, folder: Path) -> None:
+    def test_invalid_records_are_ignored(self, folder: Path) -> None:
         watcher = EngineWatcher()
         good = json.dumps(busy_engine()._record(True))
         rubbish = [
@@ -197,13 +197,13 @@ class TestReading:
         (folder / "notes.json").write_text("{}")
         assert watcher.read() == []
 
-    def test_an_engine_waits_for_no_pipe(self, folder: Path) -> None:
+    def test_engine_ignores_a_pipe(self, folder: Path) -> None:
         folder.mkdir(mode=0o700)
         os.mkfifo(folder / publish.WATCH)
         busy_engine().step()
         assert files(folder) == [publish.WATCH]
 
-    def test_a_full_disk_leaves_no_half_record(
+    def test_full_disk_leaves_no_partial_record(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def full(*args: object, **options: object) -> None:
@@ -214,7 +214,7 @@ class TestReading:
         busy_engine().step()
         assert files(folder) == [publish.WATCH]
 
-    def test_one_process_of_several(self, folder: Path) -> None:
+    def test_watch_one_process(self, folder: Path) -> None:
         engine = busy_engine()
         EngineWatcher()
         engine.step()
@@ -224,7 +224,7 @@ class TestReading:
         )
 
 
-class TestScreen:
+class TestTopScreen:
     def shown(self, records: list[dict[str, Any]], **options: int) -> str:
         console = Console(
             width=options.get("width", 100), record=True, file=StringIO(), force_terminal=True
@@ -240,7 +240,7 @@ class TestScreen:
             engine.step()
         return watcher.read()
 
-    def test_what_one_wants_to_know(self, folder: Path) -> None:
+    def test_screen_of_one_engine(self, folder: Path) -> None:
         text = self.shown(self.records(folder))
         for words in (
             "process",
@@ -266,11 +266,11 @@ class TestScreen:
         text = self.shown(self.records(folder, engines=2, requests=12), rows=5)
         assert text.count(str(os.getpid())) == 3 and "and 7 more" in text
 
-    def test_each_group_of_layers_has_a_line(self, folder: Path) -> None:
+    def test_each_kv_group_has_a_line(self, folder: Path) -> None:
         text = self.shown(self.records(folder, windows=(0, 5)), width=120)
         assert "KV, all tokens" in text and "KV, last 5" in text and "KV in use" not in text
 
-    def test_small_pieces(self) -> None:
+    def test_sparkline_duration_and_bar(self) -> None:
         assert (
             sparkline([0, 1, 2, 4]) == "▁▃▅█" and sparkline([0, 0]) == "▁▁" and sparkline([]) == ""
         )
@@ -287,7 +287,7 @@ class TestScreen:
 Ask = Callable[..., tuple[int, str, str]]
 
 
-class TestCommand:
+class TestTopCommand:
     @pytest.fixture
     def ask(
         self, capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -328,7 +328,7 @@ class TestCommand:
         assert "64 blocks" in (tmp_path / "map.svg").read_text()
         ElementTree.parse(tmp_path / "map.svg")
 
-    def test_nobody_there(
+    def test_no_engine(
         self, capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("headrace.cli.engine_records._MAX_WAIT", 0.2)
@@ -346,7 +346,7 @@ class TestCommand:
         assert "PID: 'smollm2' is not a whole number from 1" in capsys.readouterr().err
 
 
-def test_the_real_engine_from_outside(headrace, smollm2: Path, folder: Path) -> None:
+def test_top_of_another_process(headrace, smollm2: Path, folder: Path) -> None:
     code = "from headrace import LLM, SamplingParams as P\n" + (
         f"LLM({str(smollm2)!r}, max_model_len=2048).generate(['The mill'] * 4, "
         "P(max_tokens=1500, ignore_eos=True))"

@@ -151,9 +151,7 @@ class TestAccount:
             and norm.memory_share == 0
             and norm.bound == "unknown"
         )
-        assert "gather_rows" not in {
-            op.name for op in measured.ops
-        }  # neither time nor cost: nothing to say
+        assert "gather_rows" not in {op.name for op in measured.ops}  # neither time nor cost
         size = measured.phase.steps[0]
         assert sum(op.bytes for op in measured.ops) == sum(op.bytes(size) for op in PROGRAM.ops)
 

@@ -22,8 +22,8 @@ Box = tuple[float, float, float, float]
 
 
 def words(root: ElementTree.Element) -> list[tuple[Box, str, ElementTree.Element]]:
-    """Where words are, about: a letter is half as wide as it is high. Copies that only make a halo
-    do not count.
+    """Approximate boxes of all texts: a letter is half as wide as high. White outlines do not
+    count.
     """
     found = []
     for text in root.iter(f"{SVG}text"):
@@ -48,8 +48,9 @@ def overlap(a: Box, b: Box) -> bool:
 
 
 def check_words(root: ElementTree.Element, obstacles: list[Box] = []) -> None:  # noqa: B006
-    """They are on the page, with a margin, over no other words and nothing that is drawn; those
-    that matter most are bold.
+    """Check that texts are on the page, with a margin, over no other text and no shape.
+
+    The title must be large and bold.
     """
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
     assert root.attrib["viewBox"] == f"0 0 {width:.0f} {height:.0f}"
@@ -210,7 +211,7 @@ def test_the_legend_has_a_row_for_each_request(num_requests: int) -> None:
 
 
 def profile(name: str, seconds: float, *ops: tuple[str, float, float]) -> PhaseProfile:
-    """Ops of so many seconds and operations for each of a million bytes."""
+    """A phase of ops with these seconds and operations per byte, each of a million bytes."""
     made = [
         OpProfile(
             name=op,

@@ -49,20 +49,20 @@ def cells(svg: str, kind: str) -> int:
 
 
 def legend(svg: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """What the legend alone draws: filled strips, and pale ones."""
+    """Numbers of filled and pale strips in the legend."""
     empty = block_map_svg("t", one_group(40, 8, []))
     return rects(empty, "kv"), rects(empty, "block")
 
 
-def test_every_block_is_drawn() -> None:
+def test_block_picture_has_every_block() -> None:
     svg = block_map_svg("a title", BLOCKS)
     strips, pale = legend(svg)
     assert (
         cells(svg, "free") == 40 - 6 and cells(svg, "cached") == 2
-    )  # one of the cached is held again
+    )  # a cached block is held again
     assert (
         len(rects(svg, "kv")) - len(strips) == 2 + 1 + 1 + 1 + 1
-    )  # block 0 has two strips; block 7 holds nothing yet
+    )  # block 0 has two strips; block 7 is still empty
     assert len(rects(svg, "block")) - len(pale) == 4
     assert (
         "6 of 40 blocks of 8 tokens in use; 25 of their 48 slots hold KV (47.9 % empty); "
@@ -70,7 +70,7 @@ def test_every_block_is_drawn() -> None:
     )
 
 
-def test_each_group_has_a_grid_of_its_own() -> None:
+def test_block_picture_has_a_grid_for_each_group() -> None:
     windowed = GroupMap(
         10, 12, 16, [Holding("a", 0, 20, [-1, 5, 6]), Holding("b", 0, 9, [0, 9])], [3]
     )
@@ -90,7 +90,7 @@ def test_each_group_has_a_grid_of_its_own() -> None:
     ]  # blocks of a, b and c
 
 
-def test_a_part_is_as_high_as_it_is_full() -> None:
+def test_height_is_the_share_of_filled_slots() -> None:
     svg = block_map_svg("t", one_group(1, 8, [Holding("a", 0, 2, [0])]))
     (full,), (whole,) = (
         [r for r in rects(svg, kind) if float(r["x"]) < 500] for kind in ("kv", "block")
@@ -101,14 +101,14 @@ def test_a_part_is_as_high_as_it_is_full() -> None:
     )
 
 
-def test_requests_have_colours_of_their_own() -> None:
+def test_each_request_has_its_own_colour() -> None:
     blocks = one_group(64, 4, [Holding(str(i), 0, 4, [i]) for i in range(40)])
     svg = block_map_svg("t", blocks)
     assert len({rect["fill"] for rect in rects(svg, "kv") if float(rect["x"]) < 740}) == 40
     assert "and 14 more" in svg
 
 
-def test_many_blocks_stay_on_the_page_and_are_few_bytes() -> None:
+def test_block_picture_of_many_blocks() -> None:
     svg = block_map_svg("t", one_group(2**16, 32, [Holding("long", 0, 2**15, list(range(1024)))]))
     width, height = map(float, re.search(r'viewBox="0 0 (\d+) (\d+)"', svg).groups())  # type: ignore[union-attr]
     assert width == 1000 and height < 700 and len(svg) < 3_000_000
@@ -116,7 +116,7 @@ def test_many_blocks_stay_on_the_page_and_are_few_bytes() -> None:
         assert 0 <= float(rect["x"]) <= width and 0 <= float(rect["y"]) <= height
 
 
-def test_a_hostile_name_stays_text() -> None:
+def test_hostile_name_stays_text() -> None:
     svg = block_map_svg("<t>", one_group(4, 4, [Holding("<script>\x1b" + "x" * 99, 0, 3, [1])]))
     ElementTree.fromstring(svg)
     assert "<script>" not in svg and "\x1b" not in svg and "x" * 20 not in svg

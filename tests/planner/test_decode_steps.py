@@ -1,4 +1,4 @@
-"""The limit of an answer, from the records of its result."""
+"""Decode steps and their minimum time, from made-up results."""
 
 import pytest
 
@@ -73,8 +73,8 @@ def test_no_more_steps_with_drafts_than_there_were_steps() -> None:
     )  # the last of them came after the end
 
 
-def test_several_answers_share_their_steps() -> None:
-    """Unequal ones take at least as many steps as equal ones would."""
+def test_several_responses_share_their_steps() -> None:
+    """Responses of unequal length take at least the steps of equal ones."""
     assert (
         decode_steps(answer(10, 21, 21), 2)
         == decode_steps(answer(10, 11, 31), 2)

@@ -44,16 +44,14 @@ def simulated_tokens(acceptance: float, depth: int, steps: int) -> float:
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.8, 1.0])
 @pytest.mark.parametrize("depth", [1, 4, 8])
-def test_the_simulation_agrees(acceptance: float, depth: int) -> None:
+def test_expected_tokens_agree_with_a_simulation(acceptance: float, depth: int) -> None:
     assert simulated_tokens(acceptance, depth, 40_000) == pytest.approx(
         expected_tokens(acceptance, depth), rel=0.02
     )
 
 
 def test_gain() -> None:
-    """Leviathan et al. 2023: (1 - a^(K+1)) / ((1 - a)(c K + 1)) where more rows cost the target
-    nothing.
-    """
+    """(1 - a^(K+1)) / ((1 - a)(c K + 1)) if further rows are free (Leviathan et al. 2023)."""
     assert gain(0.8, 5, Costs([1.0] * 6, 0.05)).speedup == pytest.approx(
         (1 - 0.8**6) / (0.2 * 1.25)
     )
@@ -63,10 +61,10 @@ def test_gain() -> None:
         1,
         1.0,
         1 / 3,
-    )  # the best of drafting, even where none is better
+    )  # the best depth, even if plain decoding is faster
 
 
-def test_the_best_depth_grows_with_acceptance_and_shrinks_with_cost() -> None:
+def test_best_depth_grows_with_acceptance_and_shrinks_with_cost() -> None:
     depths = [
         best_gain(acceptance, Costs([1.0] * 17, 0.1)).depth for acceptance in (0.2, 0.5, 0.8, 0.95)
     ]
@@ -86,7 +84,7 @@ class OftenRight(ToyExecutable):
 
 
 class Watched(DraftModelProposer):
-    """Counts what becomes of drafts, depth by depth."""
+    """Counts accepted drafts by depth."""
 
     def __init__(self, depth: int) -> None:
         super().__init__(OftenRight(4), toy_kv(64, 4), 40, depth, 1, probabilities=False)
@@ -107,7 +105,7 @@ class Watched(DraftModelProposer):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("depth", [2, 4])
-def test_the_engine_agrees(depth: int, temperature: float) -> None:
+def test_expected_tokens_agree_with_the_engine(depth: int, temperature: float) -> None:
     """Tokens per step as they come, and as they follow from how often a draft was right after right
     ones.
     """

@@ -1,4 +1,4 @@
-"""Whether there is a GPU, by a driver that is made up, and what is in its way."""
+"""The GPU of a made-up driver, and the obstacles to its use."""
 
 import ctypes
 from pathlib import Path
@@ -18,7 +18,7 @@ _VERSION = (
 
 
 class Driver:
-    """As much of the library of a driver as is asked of it."""
+    """The functions of a driver's library that the planner calls."""
 
     def __init__(self, count: int = 1, code: int = 0) -> None:
         self.count, self.code = count, code
@@ -51,16 +51,16 @@ class Driver:
         return 0
 
 
-def test_what_a_driver_says() -> None:
+def test_gpu_of_a_driver() -> None:
     found, why = gpu.query_driver(Driver())
     assert found == H100 and not why and H100.isa == "sm_90"
 
 
-def test_why_a_driver_shows_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for driver, message in (
         (Driver(count=0), "lists no GPU: check nvidia-smi"),
-        (Driver(code=803), "lists no GPU, error 803: see"),
+        (Driver(code=803), "lists no GPU, error 803: check"),
     ):
         found, why = gpu.query_driver(driver)
         assert found is None and message in why
@@ -68,7 +68,7 @@ def test_why_a_driver_shows_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "(CUDA_VISIBLE_DEVICES is set)" in gpu.query_driver(Driver(count=0))[1]
 
 
-def test_without_a_trace_of_a_driver_nothing_is_loaded(
+def test_no_library_is_loaded_without_a_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "_by_driver", lambda: pytest.fail("loaded"))
@@ -80,7 +80,7 @@ def test_without_a_trace_of_a_driver_nothing_is_loaded(
 
 
 @pytest.mark.parametrize("trace", ["proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg"])
-def test_traces_of_a_driver(trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_driver(trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / trace).parent.mkdir(parents=True)
     (tmp_path / trace).write_text(_VERSION)
     monkeypatch.setattr(gpu, "_by_driver", lambda: (H100, ""))
@@ -88,7 +88,7 @@ def test_traces_of_a_driver(trace: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert gpu.driver_version(tmp_path) == ("550.54.15" if trace.startswith("proc") else "")
 
 
-def test_the_library_is_missing_in_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_driver_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "_LIBRARY", "libcuda-that-is-not-there.so.1")
     found, why = gpu._by_driver.__wrapped__()
     assert found is None and "--gpus all" in why
@@ -121,7 +121,7 @@ def test_the_library_is_missing_in_a_container(monkeypatch: pytest.MonkeyPatch) 
         ({"interprets": True}, "TRITON_INTERPRET is set"),
     ],
 )
-def test_obstacles(change: dict[str, Any], message: str) -> None:
+def test_gpu_obstacles(change: dict[str, Any], message: str) -> None:
     obstacle = GpuHost(**vars_of(READY) | change).obstacle
     assert message in obstacle and bool(message) == bool(obstacle)
 
@@ -141,7 +141,7 @@ def vars_of(host: GpuHost) -> dict[str, Any]:
         ("", None),
     ],
 )
-def test_what_torch_was_built_for_without_importing_it(
+def test_cuda_version_of_torch_without_import(
     text: str, cuda: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "torch").mkdir()
@@ -154,7 +154,7 @@ def test_what_torch_was_built_for_without_importing_it(
     assert gpu._torch_cuda() == cuda
 
 
-def test_triton_is_told_to_interpret_as_triton_reads_it() -> None:
+def test_triton_interpret_variable() -> None:
     assert gpu.interprets({"TRITON_INTERPRET": "1"}) and gpu.interprets(
         {"TRITON_INTERPRET": "True"}
     )

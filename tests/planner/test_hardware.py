@@ -48,7 +48,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
-def test_measured_for_each_thread_count_and_instruction_set(
+def test_measurement_by_threads_and_instruction_set(
     native: SimpleNamespace, clock: SimpleNamespace
 ) -> None:
     assert hardware.cached_machine(2) is None
@@ -62,7 +62,7 @@ def test_measured_for_each_thread_count_and_instruction_set(
     assert hardware.cached_machine(2) == first
 
 
-def test_as_many_threads_as_the_process_may_use(
+def test_default_threads_are_the_usable_cores(
     native: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.planner.hardware.host.usable_cores", lambda: 3)
@@ -75,7 +75,7 @@ def test_as_many_threads_as_the_process_may_use(
     )
 
 
-def test_measured_until_two_agree_and_then_once_an_hour(
+def test_measures_until_two_readings_agree_then_hourly(
     native: SimpleNamespace, clock: SimpleNamespace
 ) -> None:
     for calls in (1, 2, 2, 2):
@@ -86,7 +86,7 @@ def test_measured_until_two_agree_and_then_once_an_hour(
 
 
 @pytest.mark.parametrize(("share", "calls"), [(0.9, 2), (0.89, 3)])
-def test_two_agree_within_a_tenth(
+def test_readings_agree_within_a_tenth(
     native: SimpleNamespace, clock: SimpleNamespace, share: float, calls: int
 ) -> None:
     hardware.this_machine(2)
@@ -96,17 +96,17 @@ def test_two_agree_within_a_tenth(
     assert native.calls == calls
 
 
-def test_of_old_measurements_the_newest_counts(
-    native: SimpleNamespace, clock: SimpleNamespace
-) -> None:
+def test_newest_of_old_readings_counts(native: SimpleNamespace, clock: SimpleNamespace) -> None:
     for native.share in (1.0, 0.5, 0.25):
         hardware.measure(2)
     clock.now += 1e6
     assert hardware.cached_machine(2).bandwidth == 9e9
 
 
-def test_a_busy_moment_does_not_stay(native: SimpleNamespace, clock: SimpleNamespace) -> None:
-    """Neither where it was the first measurement, nor after others."""
+def test_slow_reading_of_a_busy_machine_does_not_count(
+    native: SimpleNamespace, clock: SimpleNamespace
+) -> None:
+    """It counts neither as the first measurement nor after others."""
     native.share = 1 / 3
     assert hardware.this_machine(2).bandwidth == 12e9
     native.share = 1.0
@@ -119,9 +119,7 @@ def test_a_busy_moment_does_not_stay(native: SimpleNamespace, clock: SimpleNames
     assert (hardware.cached_machine(2).bandwidth, hardware.cached_machine(2).rates) == (36e9, RATES)
 
 
-def test_each_figure_is_the_best_of_its_own(
-    native: SimpleNamespace, clock: SimpleNamespace
-) -> None:
+def test_each_rate_is_its_highest_reading(native: SimpleNamespace, clock: SimpleNamespace) -> None:
     hardware.measure(2)
     native.bandwidth, native.share = 80e9, 0.5
     hardware.measure(2)
@@ -130,7 +128,7 @@ def test_each_figure_is_the_best_of_its_own(
     )
 
 
-def test_a_machine_that_is_never_quiet_is_measured_five_times_an_hour(
+def test_busy_machine_is_measured_five_times_an_hour(
     native: SimpleNamespace, clock: SimpleNamespace
 ) -> None:
     for calls in range(1, 9):
@@ -143,9 +141,7 @@ def test_a_machine_that_is_never_quiet_is_measured_five_times_an_hour(
     assert native.calls == 6
 
 
-def test_a_machine_that_became_slower_is_believed_after_a_day(
-    native: SimpleNamespace, clock: SimpleNamespace
-) -> None:
+def test_slower_machine_counts_after_a_day(native: SimpleNamespace, clock: SimpleNamespace) -> None:
     first = hardware.this_machine(2)
     clock.now += 24 * 3600
     native.share = 0.5
@@ -153,11 +149,11 @@ def test_a_machine_that_became_slower_is_believed_after_a_day(
     clock.now += 1
     assert hardware.cached_machine(2).bandwidth == hardware.this_machine(2).bandwidth == 18e9
     clock.now += 1e6
-    assert hardware.cached_machine(2).bandwidth == 18e9  # old, and better than nothing
+    assert hardware.cached_machine(2).bandwidth == 18e9  # old, but the only reading
     assert first.bandwidth == 36e9
 
 
-def test_a_reading_from_the_future_does_not_stay(
+def test_reading_from_the_future_does_not_count(
     native: SimpleNamespace, clock: SimpleNamespace
 ) -> None:
     native.share = 2
@@ -167,7 +163,7 @@ def test_a_reading_from_the_future_does_not_stay(
     assert hardware.this_machine(2).bandwidth == 36e9
 
 
-def test_what_is_kept_is_bounded(
+def test_number_of_readings_is_bounded(
     native: SimpleNamespace, clock: SimpleNamespace, tmp_path: Path
 ) -> None:
     for _ in range(250):
@@ -193,9 +189,7 @@ def test_what_is_kept_is_bounded(
         '{"%s": [{"time": 1, "bandwidth": 1, "rates": {"int8": Infinity, "bf16": 1, "f32": 1}}]}',
     ],
 )
-def test_a_broken_cache_is_measured_over(
-    native: SimpleNamespace, tmp_path: Path, text: str
-) -> None:
+def test_broken_cache_is_replaced(native: SimpleNamespace, tmp_path: Path, text: str) -> None:
     hardware.measure(2)
     file = tmp_path / "machine.json"
     (key,) = json.loads(file.read_text())
@@ -205,14 +199,14 @@ def test_a_broken_cache_is_measured_over(
     assert hardware.cached_machine(2) is not None
 
 
-def test_the_cache_is_made_where_it_is_not(
+def test_cache_folder_is_created(
     native: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "not" / "there"))
     assert hardware.measure(2) == hardware.cached_machine(2)
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(
+def test_unwritable_cache_is_not_an_error(
     native: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -221,7 +215,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     assert hardware.cached_machine(2) is None
 
 
-def test_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_of_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real figures, loosely bounded: a processor reads 0.1 to 10,000 GB/s and computes 0.1 G to
     10,000 T operations a second.
     """
@@ -231,7 +225,7 @@ def test_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(1e8 < machine.rates[kind] < 1e16 for kind in hardware.KINDS)
 
 
-class TestGpu:
+class TestGpuMachine:
     FOUND = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 85_000_000_000, 132, (12, 8))
 
     @pytest.fixture
@@ -245,7 +239,7 @@ class TestGpu:
         monkeypatch.setattr(measure, "rate", lambda kind: 1000 * RATES[kind])
 
     @pytest.mark.usefixtures("there")
-    def test_it_has_figures_of_its_own(self, native: SimpleNamespace) -> None:
+    def test_gpu_has_its_own_rates(self, native: SimpleNamespace) -> None:
         machine = hardware.measure(2, "cuda")
         assert machine == Machine(
             self.FOUND.name, "sm_90", 132, 3e12, {kind: 1000 * rate for kind, rate in RATES.items()}
@@ -262,7 +256,7 @@ class TestGpu:
         )
 
     @pytest.mark.usefixtures("there")
-    def test_kernels_that_are_interpreted_run_on_the_processor(
+    def test_interpreted_kernels_use_the_processor(
         self, native: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("TRITON_INTERPRET", "1")

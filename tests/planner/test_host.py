@@ -24,7 +24,7 @@ def sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("sixteen_cores")
-class TestCores:
+class TestUsableCores:
     def test_affinity_alone(self, tmp_path: Path) -> None:
         assert host.usable_cores(tmp_path) == 16
 
@@ -44,7 +44,7 @@ class TestCores:
         )
         assert host.usable_cores(tmp_path) == cores
 
-    def test_the_narrowest_of_all_levels_counts(self, tmp_path: Path) -> None:
+    def test_lowest_quota_of_all_cgroups_counts(self, tmp_path: Path) -> None:
         top = "sys/fs/cgroup/"
         files = {
             "cpu.max": "1000000 100000",
@@ -84,14 +84,14 @@ class TestCores:
         )
         assert host.usable_cores(tmp_path) == 8
 
-    def test_nodes_of_memory(self, tmp_path: Path) -> None:
+    def test_numa_nodes(self, tmp_path: Path) -> None:
         assert host.numa_nodes(tmp_path) == {}
         lists = {
             0: "0-3,8",
             1: "4-7,9-15,24-31",
             2: "",
             3: "40-47",
-        }  # node 2 has memory alone; this process may not run beside node 3
+        }  # node 2 has only memory; this process may not run near node 3
         write(
             tmp_path,
             {
@@ -105,11 +105,11 @@ class TestCores:
 MEMINFO = {"proc/meminfo": "MemTotal:       16000000 kB\nMemAvailable:    8000000 kB\n"}
 
 
-class TestMemory:
+class TestAvailableMemory:
     def test_meminfo_alone(self, tmp_path: Path) -> None:
         assert host.available_memory(write(tmp_path, MEMINFO)) == 8_000_000 * 1024
 
-    def test_a_system_without_meminfo(self, tmp_path: Path) -> None:
+    def test_no_meminfo(self, tmp_path: Path) -> None:
         whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         assert host.available_memory(tmp_path) == whole
         limits = "Max address space         700000000            unlimited            bytes     \n"
@@ -117,7 +117,7 @@ class TestMemory:
             whole, 700_000_000
         )
 
-    def test_groups_of_any_name_and_of_all_lines_count(self, tmp_path: Path) -> None:
+    def test_cgroups_of_all_lines_count(self, tmp_path: Path) -> None:
         limit = {"memory.max": "3000000", "memory.current": "1000000"}
         old = {"memory.limit_in_bytes": "2000000", "memory.usage_in_bytes": "500000"}
         files = {f"sys/fs/cgroup/X:1/a::b/{name}": text for name, text in limit.items()}
@@ -151,7 +151,7 @@ class TestMemory:
         write(tmp_path, MEMINFO | {"proc/self/cgroup": "4:memory:/\n"} | files)
         assert host.available_memory(tmp_path) == 100_000
 
-    def test_cgroup_v1_counts_the_groups_below(self, tmp_path: Path) -> None:
+    def test_cgroup_v1_counts_child_groups(self, tmp_path: Path) -> None:
         group, stat = (
             "sys/fs/cgroup/memory/box/",
             "inactive_file 1\ntotal_inactive_file 150000\ntotal_active_file 50000\n",
@@ -169,7 +169,7 @@ class TestMemory:
         )
         assert host.available_memory(tmp_path) == 300_000
 
-    def test_the_narrowest_cgroup_counts(self, tmp_path: Path) -> None:
+    def test_lowest_cgroup_limit_counts(self, tmp_path: Path) -> None:
         limits = {
             "": ("memory.max", "900000"),
             "pod/": ("memory.high", "500000"),
@@ -180,7 +180,7 @@ class TestMemory:
         write(tmp_path, MEMINFO | {"proc/self/cgroup": "0::/pod/box\n"} | files)
         assert host.available_memory(tmp_path) == 400_000
 
-    def test_a_limit_of_address_space(self, tmp_path: Path) -> None:
+    def test_address_space_limit(self, tmp_path: Path) -> None:
         limits = "Limit                     Soft Limit           Hard Limit           Units     \n"
         limits += "Max address space         700000000            unlimited            bytes     \n"
         files = {"proc/self/limits": limits, "proc/self/status": "VmSize:\t  100000 kB\n"}
@@ -188,7 +188,7 @@ class TestMemory:
             host.available_memory(write(tmp_path, MEMINFO | files)) == 700_000_000 - 100_000 * 1024
         )
 
-    def test_what_was_imported_before_does_not_count(self, tmp_path: Path) -> None:
+    def test_imports_so_far_do_not_count(self, tmp_path: Path) -> None:
         """`headrace show` imports little and `headrace run` much, and both must say the same."""
         group = "sys/fs/cgroup/"
         sizes = []
@@ -209,7 +209,7 @@ class TestMemory:
             == 400_000_000 - 60_000 * 1024 + RUNTIME_BYTES
         )
 
-    def test_use_beyond_the_limit_leaves_nothing(self, tmp_path: Path) -> None:
+    def test_usage_beyond_the_limit_leaves_zero(self, tmp_path: Path) -> None:
         group = "sys/fs/cgroup/"
         files = {group + "memory.max": "1000", group + "memory.current": "2000"}
         assert (
@@ -218,7 +218,7 @@ class TestMemory:
         )
 
 
-def test_the_processors_own_name(tmp_path: Path) -> None:
+def test_cpu_name(tmp_path: Path) -> None:
     write(
         tmp_path,
         {"proc/cpuinfo": "processor\t: 0\nmodel name\t: EPYC: 9R14 \nmodel name\t: another\n"},
@@ -227,7 +227,7 @@ def test_the_processors_own_name(tmp_path: Path) -> None:
     assert host.cpu_name(tmp_path / "elsewhere") == (platform.processor() or platform.machine())
 
 
-def test_the_state_of_huge_pages(tmp_path: Path) -> None:
+def test_huge_pages(tmp_path: Path) -> None:
     assert host.huge_pages(tmp_path) == "unknown"
     assert (
         host.huge_pages(
@@ -239,7 +239,7 @@ def test_the_state_of_huge_pages(tmp_path: Path) -> None:
     )
 
 
-def test_this_host() -> None:
+def test_facts_of_this_host() -> None:
     assert host.usable_cores() >= 1
     assert host.available_memory() > 0
     assert host.cpu_name()
@@ -259,7 +259,7 @@ print(*peaks, host.peak_memory(), forgot)
 
 
 class TestPeakMemory:
-    def test_it_sees_an_allocation_and_forgets_it_where_the_system_lets_it(self) -> None:
+    def test_peak_memory_and_its_reset(self) -> None:
         # A process of its own: this one may have had more in memory before, and may not be able to
         # forget that.
         child = subprocess.run(
@@ -270,11 +270,11 @@ class TestPeakMemory:
         assert full - before > 48 << 20
         assert (full - after > 48 << 20) == (forgot == "True")
 
-    def test_how_a_system_is_told_to_forget(self, tmp_path: Path) -> None:
+    def test_reset_writes_clear_refs(self, tmp_path: Path) -> None:
         assert host.reset_peak_memory(write(tmp_path, {"proc/self/clear_refs": ""}))
         assert (tmp_path / "proc/self/clear_refs").read_text() == "5"  # see proc(5)
 
-    def test_a_system_that_does_not_say(self, tmp_path: Path) -> None:
+    def test_unknown_peak_memory(self, tmp_path: Path) -> None:
         assert not host.reset_peak_memory(tmp_path)
         assert host.peak_memory(tmp_path) == 0
         assert (

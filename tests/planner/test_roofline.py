@@ -95,12 +95,12 @@ class TestFit:
         assert fit.tokens == fit.kv_budget // 524_288
         assert fit.sequences == 5
 
-    def test_no_room_for_the_weights(self) -> None:
+    def test_weights_beyond_memory(self) -> None:
         fit = Fit(GIB, 14_000_000_000, 524_288 * 4096, 4096)
         assert (fit.kv_budget, fit.tokens, fit.sequences) == (0, 0, 0)
 
 
-class TestOps:
+class TestOpSeconds:
     x = Value(0, 64, "step")
     step = StepSize(((0, 1),), 1, 2)
 
@@ -115,7 +115,7 @@ class TestOps:
             ("F32", "f32"),
         ],
     )
-    def test_kind_is_that_of_the_weight(self, format_name: str, kind: str) -> None:
+    def test_op_kind_of_a_weight(self, format_name: str, kind: str) -> None:
         """However much padding its few columns bring in memory."""
         tensors = {"w": random_stored(format_name, 3, 256, 0)}
         op = lower_program(
@@ -129,19 +129,19 @@ class TestOps:
             == "f32"
         )
 
-    def test_kind_is_that_of_the_narrowest_weight(self) -> None:
+    def test_op_kind_of_the_narrowest_weight(self) -> None:
         gate, up = Weight("gate", 32, 64, 1, "bf16"), Weight("up", 32, 64, 1, "int8")
         assert (
             roofline.op_kind(GluLinear(Value(1, 32, "step"), self.x, gate, up, "silu"), self.step)
             == "int8"
         )
 
-    def test_kind_of_attention_is_that_of_the_kv(self) -> None:
+    def test_op_kind_of_attention(self) -> None:
         op = Attention(Value(1, 64, "step"), self.x, 0, 4, 2, 16, 16, 0.25)
         assert roofline.op_kind(op, self.step) == "bf16"
         assert roofline.op_kind(op, self.step._replace(kv_bytes=4)) == "f32"
 
-    def test_kind_of_everything_else(self) -> None:
+    def test_op_kind_without_weights(self) -> None:
         assert (
             roofline.op_kind(
                 Norm(Value(1, 64, "step"), self.x, Weight("n", 1, 64, 256), 1e-5, "rms", 64),
@@ -164,7 +164,7 @@ class TestOps:
         assert roofline.op_seconds(GatherRows(Value(1, 64, "logit"), self.x), self.step, HERE) == 0
 
 
-class TestLimits:
+class TestRooflineLimits:
     def test_weights_of_7b_in_fp16(self) -> None:
         assert program(LLAMA2_7B, 2).weight_bytes == pytest.approx(13.5e9, rel=0.01)
 

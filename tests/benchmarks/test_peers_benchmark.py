@@ -24,7 +24,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-class TestFigures:
+class TestPeersFigures:
     def figures(
         self, workload: tuple[int, int, int], *times: tuple[float, float]
     ) -> dict[str, float]:
@@ -45,7 +45,7 @@ class TestFigures:
         assert self.figures((2, 128, 64), (1, 8), (2, 4)) == {"2 requests x (128 + 64), output": 16}
 
 
-class TestTable:
+class TestPeersTable:
     def rows(self, less_is_better: bool, **found: list[float]) -> list[list[str]]:
         from report import Figure, table
 
@@ -65,7 +65,7 @@ class TestTable:
         assert heading == ["title", "headrace", "a", "b", "headrace / best peer"]
         assert row == ["speed", "300 (200-1,000)", "100 (100-250)", "2 (1-1,000)", "3 (2-4), a"]
 
-    def test_where_less_is_better_the_best_peer_has_least(self) -> None:
+    def test_best_peer_of_a_figure_that_should_be_low(self) -> None:
         row = self.rows(True, headrace=[2, 2], a=[100, 100], b=[4, 8])[2]
         assert row == [
             "speed, less is better",
@@ -87,7 +87,7 @@ class TestTable:
         assert self.rows(False, a=[2])[2] == ["speed", "-", "2 (2-2)", "-", "-"]
 
 
-def test_a_bf16_folder_is_the_model_of_the_file(write_gguf: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_bf16_folder_equals_the_gguf_file(write_gguf: Any, tmp_path: Path) -> None:  # noqa: F811
     from peers import bf16_folder
 
     path = write_gguf(kind="Q8_0")
@@ -102,7 +102,7 @@ def test_a_bf16_folder_is_the_model_of_the_file(write_gguf: Any, tmp_path: Path)
         assert (np.abs(values - want) <= np.abs(want) * 2.0**-8).all() and (values != 0).any()
 
 
-def test_a_worker(write_gguf: Any) -> None:  # noqa: F811
+def test_peers_worker(write_gguf: Any) -> None:  # noqa: F811
     options = ["--longest", "137", "--vocabulary", "264", "--threads", "1"]
     command = [
         sys.executable,

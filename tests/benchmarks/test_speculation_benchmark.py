@@ -1,4 +1,4 @@
-"""`benchmarks/speculation.py` runs, and its texts are what they say."""
+"""`benchmarks/speculation.py` runs, and its texts have the stated properties."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def test_quick(tmp_path: Path) -> None:
+def test_speculation_benchmark(tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
     command = [
         sys.executable,
@@ -51,7 +51,7 @@ def test_quick(tmp_path: Path) -> None:
         )
 
 
-def test_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speculation_benchmark_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     texts: Any = import_module("speculation_texts")
     for workload in texts.WORKLOADS:

@@ -1,5 +1,5 @@
-"""The programs of `benchmarks/cuda` run, in Triton's interpreter: what they measure there means
-nothing, and what they check holds.
+"""The programs of `benchmarks/cuda` in Triton's interpreter: their checks hold; their speeds are
+meaningless.
 """
 
 import json
@@ -13,7 +13,7 @@ CUDA = Path(__file__).parents[2] / "benchmarks/cuda"
 
 
 def run(program: Path, out: Path, *words: str) -> tuple[dict[str, Any], str]:
-    """What a program wrote, and what it printed."""
+    """The written rows and the printed text of a program."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "NO_COLOR": "1"}
     command = [sys.executable, str(program), "--smoke", "--out", str(out), *words]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
@@ -21,7 +21,7 @@ def run(program: Path, out: Path, *words: str) -> tuple[dict[str, Any], str]:
     return json.loads(out.read_text()), result.stdout
 
 
-def test_figures(tmp_path: Path) -> None:
+def test_cuda_figures(tmp_path: Path) -> None:
     report, printed = run(CUDA, tmp_path / "figures.json", "--formats", "bf16", "int4")
     figures = report["figures"]
     names = [figure["name"] for figure in figures]
@@ -42,13 +42,13 @@ def test_figures(tmp_path: Path) -> None:
     assert [line.split("  ")[0] for line in table[1:]] == names
 
 
-def test_tiles(tmp_path: Path) -> None:
+def test_cuda_tiles(tmp_path: Path) -> None:
     report, printed = run(CUDA / "tiles.py", tmp_path / "tiles.json")
     assert [one["format"] for one in report["products"]] == ["bf16", "int8", "int4"]
     assert len(printed.splitlines()) == 3
 
 
-def test_checks(tmp_path: Path) -> None:
+def test_cuda_checks(tmp_path: Path) -> None:
     report, printed = run(CUDA / "checks.py", tmp_path / "checks.json")
     assert len(report["checks"]) > 30 and all(check["holds"] for check in report["checks"])
     assert printed.splitlines()[-1] == f"{len(report['checks'])} of {len(report['checks'])} hold"

@@ -1,6 +1,4 @@
-"""The serving benchmarks run, print their rows and write JSON that says the same; only what does
-not depend on speed is looked at.
-"""
+"""The serving benchmarks print their rows and write them as JSON; speeds are not checked."""
 
 import json
 import os
@@ -21,7 +19,7 @@ TokenRun = Callable[..., tuple[Rows, str]]
 
 @pytest.fixture
 def run(tmp_path: Path) -> TokenRun:
-    """The rows of a program, and what it printed."""
+    """The rows of a program, and its printed text."""
 
     def run(*words: str) -> tuple[Rows, str]:
         file = tmp_path / "rows.jsonl"
@@ -50,19 +48,17 @@ def run(tmp_path: Path) -> TokenRun:
     return run
 
 
-def test_waste(run: TokenRun) -> None:
+def test_serving_waste(run: TokenRun) -> None:
     rows, text = run("waste")
     found = {(row["batching"], row["block_size"]): row["fragmentation"] for row in rows}
     assert list(found) == [("inflight", 16), ("inflight", 32), ("static", 32)]
-    assert (
-        0 < found["inflight", 16] < 0.04
-    )  # what blocks of 16 must keep to, and lengths alone decide
+    assert 0 < found["inflight", 16] < 0.04  # follows from the lengths and blocks of 16
     assert found["inflight", 16] < found["inflight", 32] < 0.1 < found["static", 32]
     for row in rows:
         assert row["waste"] >= row["fragmentation"] and f"{100 * row['waste']:.1f} %" in text
 
 
-def test_batching(run: TokenRun) -> None:
+def test_serving_batching(run: TokenRun) -> None:
     inflight, static, ratio = run("batching")[0]
     assert (inflight["batching"], static["batching"]) == ("inflight", "static")
     assert ratio["ratio"] == pytest.approx(
@@ -71,7 +67,7 @@ def test_batching(run: TokenRun) -> None:
     assert inflight["waste"][0] < static["waste"][0]
 
 
-def test_pauses(run: TokenRun) -> None:
+def test_serving_pauses(run: TokenRun) -> None:
     rows, text = run(
         "pauses",
         "--set",
@@ -91,20 +87,20 @@ def test_pauses(run: TokenRun) -> None:
         assert row["ratio"] == [row["during_p99"][0] / row["quiet_p99"][0]]
 
 
-def test_memory(run: TokenRun) -> None:
+def test_serving_memory(run: TokenRun) -> None:
     for row in run("memory")[0]:
         assert row["used"] <= row["predicted"] <= row["mapped"] < row["predicted"] + (2 << 20)
         assert 0 < row["resident"] <= row["mapped"]
 
 
-def test_kv_formats(run: TokenRun) -> None:
+def test_serving_kv_formats(run: TokenRun) -> None:
     truth, *rows = run("kv_formats")[0]
     assert {row["kv_dtype"] for row in rows} == set(traits_of("cpu").kv_dtypes) and truth["kl"] == 0
     for row in rows:
         assert 0 < row["kl"] < 0.1 and abs(row["nll"] / truth["nll"] - 1) < 0.05
 
 
-def test_windows(run: TokenRun) -> None:
+def test_serving_windows(run: TokenRun) -> None:
     everything, sinks, last = run("windows")[0]
     assert sinks["nll"] < last["nll"] and last["kv_bytes"] < everything["kv_bytes"]
 
@@ -120,7 +116,7 @@ def test_windows(run: TokenRun) -> None:
         (("pauses", "--set", "max_num_batched_rows=3"), "did you mean max_num_batched_tokens?"),
     ],
 )
-def test_refusals(words: tuple[str, ...], message: str) -> None:
+def test_serving_errors(words: tuple[str, ...], message: str) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     result = subprocess.run(
         [sys.executable, str(SERVING), *words, "--quick"],
