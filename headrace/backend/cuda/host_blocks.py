@@ -73,9 +73,7 @@ class CudaHostBlocks:
         arrival = self._stream.copy_overlapped(
             staging.whole[: len(copy)], copy, [staging.done, self._saved[group, host_block]]
         )
-        self._stream.wait_for(
-            arrival
-        )  # and so do all saves to this host block that are still to come
+        self._stream.wait_for(arrival)  # later saves to this host block then wait as well
         for part, tensor in zip(staging.parts[group], self._tensors[group], strict=True):
             self._stream.copy(tensor[:, block], part)
         staging.done = self._stream.mark()
@@ -98,11 +96,8 @@ class CudaHostBlocks:
     def _measure_block_seconds(self) -> float:
         """Seconds to load one block of every group. The blocks keep their contents."""
         seconds = 0.0
-        for copy in (
-            self.save,
-            self.load,
-            self.load,
-        ):  # the first of which pins memory, and the second warms up
+        # The save pins memory, the first load warms up, and the second load counts.
+        for copy in (self.save, self.load, self.load):
             started = perf_counter()
             try:
                 for group in range(len(self.num_blocks)):

@@ -50,12 +50,8 @@ class KvStore:
     """
 
     def __init__(self, group: KvGroup, num_blocks: int, block_size: int, dtype: KvDtype) -> None:
-        layout, self.group, self.block_size, self.format = (
-            group.layout,
-            group,
-            block_size,
-            format_of(dtype),
-        )
+        self.group, self.block_size, self.format = group, block_size, format_of(dtype)
+        layout = group.layout
         self.padding_slot = num_blocks * block_size
         """First slot of an extra block without a sequence, which padding rows write to."""
         shape = (len(group.layers), num_blocks + 1, layout.num_heads, block_size)
@@ -64,14 +60,10 @@ class KvStore:
         def zeros(dim: int, kind: Any) -> Any:
             return torch.zeros((*shape, dim), dtype=kind, device=DEVICE) if dim else None
 
-        self.keys, self.values = (
-            zeros(layout.key_dim, _CODES[self.format]),
-            zeros(layout.value_dim, _CODES[self.format]),
-        )
-        self.key_scales, self.value_scales = (
-            zeros(numbers, scales),
-            zeros(numbers if layout.value_dim else 0, scales),
-        )
+        self.keys = zeros(layout.key_dim, _CODES[self.format])
+        self.values = zeros(layout.value_dim, _CODES[self.format])
+        self.key_scales = zeros(numbers, scales)
+        self.value_scales = zeros(numbers if layout.value_dim else 0, scales)
 
     @property
     def uses_hadamard(self) -> bool:
@@ -94,36 +86,39 @@ class KvStore:
 
     def layer(self, layer: int) -> KvLayer:
         """KV of a layer, by its number in the program."""
-        place = self.group.layers.index(layer)
-        keys = self.keys[place]
+        index = self.group.layers.index(layer)
+        keys = self.keys[index]
+
+        def part(tensor: Any) -> Any:
+            return keys if tensor is None else tensor[index]
+
         return KvLayer(
-            *(
-                keys if x is None else x[place]
-                for x in (self.keys, self.key_scales, self.values, self.value_scales)
-            )
+            keys=keys,
+            key_scales=part(self.key_scales),
+            values=part(self.values),
+            value_scales=part(self.value_scales),
         )
 
     def move_slots(self, source: Ints, target: Ints) -> None:
         """Copy slot `source[i]` to `target[i]`, in order, in all layers and heads.
 
-        A slot may be a target first and a source later. So the host traces each target
-        back to the slot with its final contents, and the device reads these slots before
-        it writes.
+        A slot may be a target first and a source later. So the host traces each target back to
+        the slot with its final contents, and the device reads these slots before it writes.
         """
         origin: dict[int, int] = {}
         for s, t in zip(source.tolist(), target.tolist(), strict=True):
             origin[t] = origin.get(s, s)
         if not origin:
             return
-        slots = torch.tensor([list(origin), list(origin.values())], dtype=torch.int64).to(
-            DEVICE, non_blocking=True
-        )
-        (to, come), (to_offset, offset) = slots // self.block_size, slots % self.block_size
+
+        pairs = torch.tensor([list(origin), list(origin.values())], dtype=torch.int64)
+        slots = pairs.to(DEVICE, non_blocking=True)
+        to_block, from_block = slots // self.block_size
+        to_offset, from_offset = slots % self.block_size
         for tensor in self.tensors:
-            numbers = (
-                tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-            )  # torch cannot index floats of 8 bits
-            numbers[:, to, :, to_offset] = numbers[:, come, :, offset]
+            # torch cannot index 8-bit floats
+            numbers = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+            numbers[:, to_block, :, to_offset] = numbers[:, from_block, :, from_offset]
 
     @property
     def tensors(self) -> list[Any]:

@@ -56,9 +56,10 @@ class Lowering:
 
     def lower(self, op: Op) -> None:
         out = op.output()
-        if out is not None and not len(self.value(out)):
-            return  # a chunk of a prompt has no rows with logits
-        if out is not None:  # its tensor had another value before
+        if out is not None:
+            if not len(self.value(out)):
+                return  # a prompt chunk has no rows with logits
+            # The tensor of `out` held another value before: its codes are out of date.
             self._codes = {key: codes for key, codes in self._codes.items() if key[0] != out.id}
         for launch in LOWER[type(op)](self, op):
             self.launches.append(launch)
@@ -76,52 +77,55 @@ class Lowering:
         x: Value,
         weights: Sequence[Weight],
         biases: Sequence[Weight | None],
-        **follows: Any,
+        *,
+        activation: str = "",
+        residual: torch.Tensor | None = None,
+        gate: bool = False,
     ) -> list[Launch]:
         """A product with matrices stacked by rows, fused with the ops after it.
 
-        Matrices of different layouts are multiplied one by one; then no other op is
-        fused.
+        Matrices of different layouts are multiplied one by one; then no other op is fused.
         """
         launches: list[Launch] = []
-        rows, widths = self.value(x), [weight.rows for weight in weights]
+        rows = self.value(x)
         delta = self._delta(launches, x, weights)
-        bias = self.weights.vectors(biases, widths) if any(biases) else None
-        if together := self.weights.try_stack(weights):
-            quantised = self._in_int8(launches, x, together)
-            launches.append(
-                linear(
-                    out,
-                    rows,
-                    together,
-                    bias=bias,
-                    delta=delta,
-                    quantised=quantised,
-                    activations=self.packed,
-                    **follows,
-                )
+        bias: torch.Tensor | None = None
+        if any(biases):
+            bias = self.weights.vectors(biases, [weight.rows for weight in weights])
+
+        stack = self.weights.try_stack(weights)
+        if stack:
+            product = linear(
+                out,
+                rows,
+                stack,
+                bias=bias,
+                activation=activation,
+                residual=residual,
+                delta=delta,
+                gate=gate,
+                quantised=self._in_int8(launches, x, stack),
+                activations=self.packed,
             )
-            return launches
-        assert not follows, "what follows a product of several matrices needs them alike"
+            return [*launches, product]
+
+        is_fused = gate or residual is not None or activation
+        assert not is_fused, "fused ops need matrices of one layout"
         first = 0
         for weight in weights:
-            matrix, own = self.weights.matrix(weight), slice(first, first + weight.rows)
+            part = slice(first, first + weight.rows)
+            matrix = self.weights.matrix(weight)
             quantised = self._in_int8(launches, x, matrix)
-            its_bias, its_delta = (
-                None if bias is None else bias[own],
-                None if delta is None else delta[:, own],
+            product = linear(
+                out[:, part],
+                rows,
+                matrix,
+                bias=None if bias is None else bias[part],
+                delta=None if delta is None else delta[:, part],
+                quantised=quantised,
+                activations=self.packed,
             )
-            launches.append(
-                linear(
-                    out[:, own],
-                    rows,
-                    matrix,
-                    bias=its_bias,
-                    delta=its_delta,
-                    quantised=quantised,
-                    activations=self.packed,
-                )
-            )
+            launches.append(product)
             first += weight.rows
         return launches
 
@@ -144,26 +148,25 @@ class Lowering:
     def _delta(
         self, launches: list[Launch], x: Value, weights: Sequence[Weight]
     ) -> torch.Tensor | None:
-        """The adapters' part of a product, [rows, rows of all weights], if a weight has
-        adapters.
-        """
+        """The adapters' part of a product, [rows, rows of all weights], if a weight has any."""
         if not self.adapters or not any(weight.name in self.adapters.tables for weight in weights):
             return None
-        rows = self.value(x)
+
+        # Rows are grouped by adapter once per step, for each kind of rows.
         if x.rows not in self._tiles:
-            numbers = self.step.adapters_of(x.rows)
-            self._tiles[x.rows], making = self.adapters.aligned(
-                numbers, self.step.all_rows, self.workspace
+            self._tiles[x.rows], align_launches = self.adapters.aligned(
+                self.step.adapters_of(x.rows), self.step.all_rows, self.workspace
             )
-            launches += making
-        delta, first = (
-            self.workspace.take("delta", len(rows), sum(weight.rows for weight in weights)),
-            0,
-        )
+            launches += align_launches
+
+        rows = self.value(x)
+        width = sum(weight.rows for weight in weights)
+        delta = self.workspace.take("delta", len(rows), width)
+        first = 0
         for weight in weights:
-            own = delta[:, first : first + weight.rows]
+            part = delta[:, first : first + weight.rows]
             launches += self.adapters.launches(
-                own, rows, weight.name, self._tiles[x.rows], self.workspace
+                part, rows, weight.name, self._tiles[x.rows], self.workspace
             )
             first += weight.rows
         return delta
@@ -258,12 +261,11 @@ def _glu_linear(s: Lowering, op: ops.GluLinear) -> list[Launch]:
     weights, biases, out = (op.gate, op.up), (op.gate_bias, op.up_bias), s.value(op.out)
     if s.weights.try_stack(weights):
         return s.linear(out, op.x, weights, biases, gate=True, activation=op.activation)
-    both = s.workspace.take("gate and up", len(out), 2 * out.shape[1])
-    product = s.linear(both, op.x, weights, biases)
-    return [
-        *product,
-        elementwise.glu(out, both[:, : out.shape[1]], both[:, out.shape[1] :], op.activation),
-    ]
+
+    width = out.shape[1]
+    gate_up = s.workspace.take("gate and up", len(out), 2 * width)
+    product = s.linear(gate_up, op.x, weights, biases)
+    return [*product, elementwise.glu(out, gate_up[:, :width], gate_up[:, width:], op.activation)]
 
 
 def _activate(s: Lowering, op: ops.Activate) -> list[Launch]:
@@ -292,44 +294,62 @@ def _gate_rows(s: Lowering, op: moe.GateRows) -> list[Launch]:
 
 def _route(s: Lowering, op: moe.Route) -> list[Launch]:
     bias = s.weights.vector(op.bias) if op.bias else None
-    choice = op.top_k, op.scoring, op.normalised, op.factor, op.groups, op.top_groups
-    return [route(s.value(op.out), s.value(op.x), bias, *choice)]
+    return [
+        route(
+            s.value(op.out),
+            s.value(op.x),
+            bias,
+            op.top_k,
+            op.scoring,
+            op.normalised,
+            op.factor,
+            op.groups,
+            op.top_groups,
+        )
+    ]
 
 
 def _experts(s: Lowering, op: moe.Experts) -> list[Launch]:
     x, routing, num_experts, top_k = s.value(op.x), s.value(op.routing), len(op.gate), op.top_k
     pairs, width = len(x) * top_k, op.down[0].cols
     block_m = tile_rows(pairs, num_experts)
-    key = f"aligned experts {len(x)} {top_k} {num_experts}"
     aligned = s.workspace.once(
-        key, lambda: empty_aligned(len(x), top_k, num_experts, block_m, DEVICE)
+        f"aligned experts {len(x)} {top_k} {num_experts}",
+        lambda: empty_aligned(len(x), top_k, num_experts, block_m, DEVICE),
     )
-    opened, down = s.weights.stack([*op.gate, *op.up]), s.weights.stack(op.down)
-    hidden = s.workspace.take(
-        "expert hidden", pairs, width, torch.float32 if down.layout.is_wide else s.packed
+
+    gate_up, down = s.weights.stack([*op.gate, *op.up]), s.weights.stack(op.down)
+    hidden_type = torch.float32 if down.layout.is_wide else s.packed
+    hidden = s.workspace.take("expert hidden", pairs, width, hidden_type)
+    pair_outputs = s.workspace.take("expert outputs", pairs, op.out.width)
+    gate_up_bias, down_bias = (
+        s.weights.vectors(biases, [weight.cols for weight in biases]) if biases else None
+        for biases in ((*op.gate_bias, *op.up_bias), op.down_bias)
     )
-    each = s.workspace.take("each expert", pairs, op.out.width)
-    biases = [
-        s.weights.vectors(of, [w.cols for w in of]) if of else None
-        for of in ((*op.gate_bias, *op.up_bias), op.down_bias)
-    ]
     return [
         *align_experts(aligned, routing, s.step.num_rows, s.loads[op.out.id]),
         expert_linear(
             hidden,
             x,
             aligned,
-            opened,
+            gate_up,
             num_experts,
             top_k,
-            bias=biases[0],
+            bias=gate_up_bias,
             activation=op.activation,
             activations=s.packed,
         ),
         expert_linear(
-            each, hidden, aligned, down, num_experts, 1, bias=biases[1], activations=s.packed
+            pair_outputs,
+            hidden,
+            aligned,
+            down,
+            num_experts,
+            1,
+            bias=down_bias,
+            activations=s.packed,
         ),
-        combine(s.value(op.out), each, routing),
+        combine(s.value(op.out), pair_outputs, routing),
     ]
 
 

@@ -72,13 +72,12 @@ def run_bytes(program: Program, kv_dtype: KvDtype, max_rows: int, max_logit_rows
 def _partial_numbers(program: Program, kv_dtype: KvDtype, shape: StepShape) -> int:
     """Numbers in the partial results of attention, which all layers share."""
     max_numbers = 0
-    for op in (op for op in program.ops if isinstance(op, ops.Attention)):
-        group = next(group for group in program.kv_groups if op.layer in group.layers)
-        tiles = tiles_for(group, shape.rows, multiprocessors(), kv_dtype)
-        max_numbers = max(
-            max_numbers,
-            num_partials(shape.rows, shape.has_trees, tiles) * op.num_heads * (op.head_dim + 2),
-        )
+    for op in program.ops:
+        if isinstance(op, ops.Attention):
+            group = next(group for group in program.kv_groups if op.layer in group.layers)
+            tiles = tiles_for(group, shape.rows, multiprocessors(), kv_dtype)
+            partials = num_partials(shape.rows, shape.has_trees, tiles)
+            max_numbers = max(max_numbers, partials * op.num_heads * (op.head_dim + 2))
     return max_numbers
 
 

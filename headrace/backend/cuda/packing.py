@@ -20,14 +20,15 @@ _MAX_ZERO_POINT = 128
 """Max zero point of 4-bit codes: differences stay integers that bf16 holds exactly."""
 
 _TYPES: dict[str, torch.dtype] = {
-    **{"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16},
-    **{
-        "e4m3": torch.float8_e4m3fn,
-        "e5m2": torch.float8_e5m2,
-        "int8": torch.int8,
-        "int4": torch.int16,
-    },
-    **{"steps": torch.int32, "eighths": torch.int32},
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+    "int4": torch.int16,
+    "steps": torch.int32,
+    "eighths": torch.int32,
 }
 
 
@@ -70,11 +71,11 @@ def pack(tensors: Sequence[StoredTensor], layout: WeightLayout | None = None) ->
     """
     layout, cols = layout or layout_of(tensors[0]), tensors[0].cols
     rows, groups = sum(tensor.rows for tensor in tensors), layout.num_groups(cols)
-    kind = _TYPES[layout.store]
-    codes = torch.empty(rows, layout.row_bytes(cols) // kind.itemsize, dtype=kind, device=DEVICE)
-    scales, zeros = (
-        empty_table(layout, number, rows, cols) for number in (layout.scale, layout.zero_store)
-    )
+    dtype = _TYPES[layout.store]
+    codes = torch.empty(rows, layout.row_bytes(cols) // dtype.itemsize, dtype=dtype, device=DEVICE)
+    scales = empty_table(layout, layout.scale, rows, cols)
+    zeros = empty_table(layout, layout.zero_store, rows, cols)
+
     first = 0
     for tensor in tensors:
         for part in _chunks(tensor):
@@ -83,11 +84,11 @@ def pack(tensors: Sequence[StoredTensor], layout: WeightLayout | None = None) ->
                 values = tensor.dequantise_rows(part)
                 codes[first:last] = _padded(values, layout.padded_cols(cols)).to(codes.dtype)
             else:
-                found = code_rows(tensor, part)
-                codes[first:last] = _stored_codes(found.codes, layout)
+                part_codes = code_rows(tensor, part)
+                codes[first:last] = _stored_codes(part_codes.codes, layout)
                 if layout.store == "int4" and layout.zero == "point":
-                    _check_zero_points(tensor, found.zeros)
-                for table, numbers in ((scales, found.scales), (zeros, found.zeros)):
+                    _check_zero_points(tensor, part_codes.zeros)
+                for table, numbers in ((scales, part_codes.scales), (zeros, part_codes.zeros)):
                     if table is not None:
                         assert numbers is not None
                         table[:, first:last] = _table(
@@ -138,12 +139,12 @@ def code_rows(tensor: StoredTensor, rows: NDArray[np.int64]) -> CodeRows:
             None,
         )
     if form.table_rows:
-        found = form.table_rows(parts, stored)
-        codes: NDArray[Any] = found.codes
+        part_codes = form.table_rows(parts, stored)
+        codes: NDArray[Any] = part_codes.codes
         if spec.codebook == "integer" and spec.zero == "none":
             codes = codes.astype(np.int16) - np.int16(1 << spec.bits - 1)
-        zeros = None if found.zeros is None else floats(found.zeros, spec.zero_type)
-        return CodeRows(codes, floats(found.scales, spec.scale), zeros)
+        zeros = None if part_codes.zeros is None else floats(part_codes.zeros, spec.zero_type)
+        return CodeRows(codes, floats(part_codes.scales, spec.scale), zeros)
     if form.split:
         blocks = np.ascontiguousarray(parts["codes"][stored])
         split, number = form.split(blocks.reshape(-1, form.nbytes)), len(rows)
@@ -214,7 +215,7 @@ def super_block_table(
     """Table of float16 super-scales [rows, super-blocks] and int8 sub-scales [rows, groups]."""
     rows, blocks = super_scales.shape
     words = sub_scales.view(torch.int32)
-    words_per_pair = 2 * words.shape[1] // blocks  # words of steps behind one of units
+    words_per_pair = 2 * words.shape[1] // blocks  # words of sub-scales after one of super-scales
     super_scales = torch.nn.functional.pad(super_scales, (0, blocks % 2)).view(torch.int32)
     sub_scales = torch.nn.functional.pad(
         words, (0, super_scales.shape[1] * words_per_pair - words.shape[1])

@@ -11,44 +11,43 @@ from headrace.logit_ops import Expand, Expanded, LogitOpResult, SampleOp, Sample
 
 class PendingOp(NamedTuple):
     op: SampleOp | Expand | Score
-    first: int
-    """-1: the op samples no token."""
-    described_rows: int
-    """-1: the op reports no log-probabilities."""
+    first_sample: int  # -1: the op samples no token
+    first_described: int  # first of its rows with log-probabilities; -1: it has no such row
 
 
 def results_of(
     pending: list[PendingOp], layout: SampleLayout, host: Ints
 ) -> list[tuple[list[int], LogitOpResult]]:
-    """The sampled tokens and the result of each op. A result is None if logits are not
-    finite.
-    """
-    samples, described_rows, top_ids, top_logprobs = layout.results(host)
+    """The sampled tokens and the result of each op. A result is None if logits are not finite."""
+    samples, described, top_ids, top_logprobs = layout.results(host)
     tokens, path, counts = samples.tolist()
-    ranks, logprobs = described_rows[0].tolist(), described_rows[1].view(np.float32).tolist()
-    top_tokens, top_values = top_ids.tolist(), top_logprobs.view(np.float32).tolist()
+    ranks, logprobs = described[0].tolist(), described[1].view(np.float32).tolist()
+    ids, values = top_ids.tolist(), top_logprobs.view(np.float32).tolist()
+
     results: list[tuple[list[int], LogitOpResult]] = []
-    op_number = 0
-    for op, first, first_row in pending:
+    op_number = 0  # counts only the ops that sample
+    for op, first_sample, first_described in pending:
         op_path: list[int] = []
         op_tokens: list[int] = []
-        if first >= 0:
-            op_tokens = tokens[first : first + counts[op_number]]
-            op_path = path[first : first + len(op_tokens) - 1]
+        if first_sample >= 0:
+            op_tokens = tokens[first_sample : first_sample + counts[op_number]]
+            op_path = path[first_sample : first_sample + len(op_tokens) - 1]
             op_number += 1
+
+        # Log-probabilities of the root, and of the nodes that the accepted path visits.
+        has_result = bool(op_tokens) or isinstance(op, Score)
         rows: list[int] = []
-        if first_row >= 0:
-            visited = [-1, *op_path] if op_tokens or isinstance(op, Score) else []
-            rows = [first_row + 1 + node for node in visited]
+        if first_described >= 0 and has_result:
+            rows = [first_described + 1 + node for node in (-1, *op_path)]
         num_top = 0 if isinstance(op, Expand) else max(0, op.num_logprobs)
         scores = [
-            TokenLogprobs(logprobs[i], ranks[i], top_tokens[i][:num_top], top_values[i][:num_top])
+            TokenLogprobs(logprobs[i], ranks[i], ids[i][:num_top], values[i][:num_top])
             for i in rows
         ]
-        is_finite = all(score.rank for score in scores) and (
-            bool(op_tokens) or isinstance(op, Score)
-        )
-        results.append((op_tokens, _result(op, op_tokens, op_path, scores) if is_finite else None))
+
+        is_finite = has_result and all(score.rank for score in scores)
+        result = _result(op, op_tokens, op_path, scores) if is_finite else None
+        results.append((op_tokens, result))
     return results
 
 

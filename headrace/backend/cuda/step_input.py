@@ -38,23 +38,23 @@ class StepInput:
     ) -> None:
         self.shape, self.last_tokens = shape, last_tokens
         self.attention = StepAttention(program, stores, shape.rows, shape.has_trees)
-        gathered = shape.logit_rows + shape.pooled_rows
-        rows = (shape.rows,)
+        num_gathered = shape.logit_rows + shape.pooled_rows
         sizes: list[tuple[int, ...]] = [
-            (1,),
-            rows,
-            rows,
-            rows,
-            rows,
-            (gathered,),
-            (gathered,),
+            (1,),  # number of rows
+            (shape.rows,),  # tokens
+            (shape.rows,),  # source
+            (shape.rows,),  # positions
+            (shape.rows,),  # adapters
+            (num_gathered,),  # gathered rows
+            (num_gathered,),  # their adapters
             *self.attention.sizes,
         ]
-        self._parts, self.end = list[tuple[int, int, tuple[int, ...]]](), 0
+        self.end = 0
+        self._parts: list[tuple[int, int, tuple[int, ...]]] = []
         for size in sizes:
-            last = self.end + prod(size)
-            self._parts.append((self.end, last, size))
-            self.end = -(-last // _ALIGNMENT) * _ALIGNMENT
+            end = self.end + prod(size)
+            self._parts.append((self.end, end, size))
+            self.end = -(-end // _ALIGNMENT) * _ALIGNMENT
         self.all_rows = torch.full((1,), np.iinfo(np.int32).max, dtype=torch.int32, device=DEVICE)
         """A row count for kernels that also process padding rows."""
 
@@ -95,44 +95,47 @@ class StepInput:
             adapters,
             gathered,
             gathered_adapters,
-            *of_attention,
+            *attention_views,
         ) = views
         num_rows[0] = len(batch.tokens)
         _pad(tokens, batch.tokens, 0)
         _pad(source, () if batch.token_source is None else batch.token_source, -1)
         _pad(positions, batch.positions, 0)
+
+        # Rows with logits come first, pooled rows second.
         first = self.shape.logit_rows
         _pad(gathered[:first], batch.logit_rows, 0)
         _pad(gathered[first:], () if batch.pooled_rows is None else batch.pooled_rows, 0)
+
         if self.shape.has_adapters:
             assert batch.adapters is not None
-            of_rows = np.repeat(batch.adapters, np.diff(batch.row_start))
-            _pad(adapters, of_rows, -1)
-            _pad(gathered_adapters[:first], of_rows[batch.logit_rows], -1)
+            row_adapters = np.repeat(batch.adapters, np.diff(batch.row_start))
+            _pad(adapters, row_adapters, -1)
+            _pad(gathered_adapters[:first], row_adapters[batch.logit_rows], -1)
             _pad(
                 gathered_adapters[first:],
-                () if batch.pooled_rows is None else of_rows[batch.pooled_rows],
+                () if batch.pooled_rows is None else row_adapters[batch.pooled_rows],
                 -1,
             )
-        return self.attention.fill(batch, of_attention, host, used)
+        return self.attention.fill(batch, attention_views, host, used)
 
     def fill_with_padding(self, host: Ints) -> None:
         """Write a step without rows."""
         host[: self.end] = 0
-        _, _, source, _, adapters, _, gathered_adapters, *of_attention = self.views(host)
+        _, _, source, _, adapters, _, gathered_adapters, *attention_views = self.views(host)
         for part in (source, adapters, gathered_adapters):
             part[:] = -1
-        self.attention.fill_with_padding(of_attention)
+        self.attention.fill_with_padding(attention_views)
 
     def views(self, array: Any) -> list[Any]:
         """The fixed parts of an array or a tensor."""
         return [array[first:last].reshape(size) for first, last, size in self._parts]
 
 
-def max_ints(batch: RaggedBatch, before: int) -> int:
-    """Max integers of a step whose block tables begin at `before`."""
+def max_ints(batch: RaggedBatch, tables_start: int) -> int:
+    """Max integers of a step whose block tables begin at `tables_start`."""
     trees = 0 if batch.ancestors is None else int(np.bitwise_count(batch.ancestors).sum())
-    return before + sum(kv.block_table.size + trees for kv in batch.kv)
+    return tables_start + sum(kv.block_table.size + trees for kv in batch.kv)
 
 
 def _pad(part: Ints, values: Ints | tuple[()], padding: int) -> None:

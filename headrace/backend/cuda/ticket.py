@@ -48,19 +48,17 @@ class Slot:
 
     def reserve(self, name: str, size: int, dtype: torch.dtype = torch.int32) -> HostArray:
         """An array of at least `size` numbers."""
-        whole = self._whole.get(name)
-        if whole is None or whole.tensor.numel() < size:
-            whole = self._whole[name] = HostArray(
-                host_tensor(max(size, 0 if whole is None else 2 * whole.tensor.numel()), dtype)
-            )
-        return whole
+        array = self._whole.get(name)
+        if array is None or array.tensor.numel() < size:
+            doubled = 0 if array is None else 2 * array.tensor.numel()
+            array = self._whole[name] = HostArray(host_tensor(max(size, doubled), dtype))
+        return array
 
     def take(self, name: str, *shape: int, dtype: torch.dtype = torch.int32) -> HostArray:
-        last, part = self._parts.get(name, (None, None))
-        if part is None or last != shape:
-            part = HostArray(
-                self.reserve(name, prod(shape), dtype).tensor[: prod(shape)].reshape(shape)
-            )
+        last_shape, part = self._parts.get(name, (None, None))
+        if part is None or last_shape != shape:
+            size = prod(shape)
+            part = HostArray(self.reserve(name, size, dtype).tensor[:size].reshape(shape))
             self._parts[name] = shape, part
         return part
 
@@ -80,9 +78,9 @@ class Slots:
                 self._number += 1
                 return Slot()
             self._in_flight[0].wait()
-        slot = (
-            self._free.pop()
-        )  # what was used last: the less memory is needed, the fewer launches are in flight
+
+        # The slot used last: the fewer launches are in flight, the less memory is needed.
+        slot = self._free.pop()
         if slot.mark:
             slot.mark.synchronize()
         return slot
