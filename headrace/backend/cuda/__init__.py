@@ -1,5 +1,5 @@
-"""GPU backend: Triton kernels over torch tensors. With TRITON_INTERPRET=1 the kernels run
-on the CPU, in Triton's interpreter.
+"""GPU backend: Triton kernels over torch tensors. TRITON_INTERPRET=1 runs them on the
+CPU, in Triton's interpreter.
 """
 
 from collections.abc import Mapping
@@ -31,8 +31,8 @@ def compile(
 ) -> CudaExecutable:
     """Compile a program for this process's GPU, or for the interpreter.
 
-    Activations are multiplied in bf16, or in float32 if `activations` is "f32". `threads`
-    is unused. Raises MemoryLimitError if weights and KV do not fit.
+    Tensor cores multiply bf16, or float32 if `activations` is "f32". `threads` is unused.
+    Raises MemoryLimitError if weights and KV do not fit.
     """
     multiply_type = torch.float32 if activations == "f32" else torch.bfloat16
     try:

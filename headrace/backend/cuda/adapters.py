@@ -17,22 +17,19 @@ _MIN_SLOTS = 8
 
 
 class Adapters:
-    """The adapters of an executable, by number.
-
-    `changed` counts the changes that launches depend on: new tables, moved tables, a
-    larger max rank.
+    """The adapters of an executable, by number. `changed` counts changes of tables and of
+    the max rank.
     """
 
     def __init__(self) -> None:
-        self.tables: dict[str, torch.Tensor] = {}
-        """By weight name: int64 [slots, 4]."""
+        self.tables: dict[str, torch.Tensor] = {}  # By weight name: int64 [slots, 4]
         self.max_rank = 0
         self.changed = 0
         self._slots = _MIN_SLOTS
         self._matrices: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def add(self, adapter: Adapter) -> int:
-        """Copy the matrices of an adapter to the device and return the adapter's number."""
+        """Copy an adapter to the device and return its number."""
         number = next(number for number in count() if number not in self._matrices)
         kept = self._matrices[number] = []
         if number >= self._slots:
@@ -65,8 +62,7 @@ class Adapters:
         self, adapters: torch.Tensor, num_rows: torch.Tensor, workspace: Workspace
     ) -> tuple[Aligned, list[Launch]]:
         """Tiles of rows that share an adapter, and the launches that fill them.
-
-        `adapters` is the adapter of each row, [rows].
+        `adapters` is [rows].
         """
         key = f"aligned adapters {len(adapters)} {self._slots}"
         to = workspace.once(
@@ -82,8 +78,8 @@ class Adapters:
         aligned: Aligned,
         workspace: Workspace,
     ) -> list[Launch]:
-        """Launches that write the adapters' part of a product to `delta`. The part is
-        zero for a weight without adapters.
+        """Launches that write the adapters' part of a product to `delta`; zero without
+        adapters.
         """
         splits, places, max_rank = hidden_shape(aligned, x.shape[1], self.max_rank)
         hidden = workspace.take("adapted hidden", splits * places, max_rank)

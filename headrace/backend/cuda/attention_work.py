@@ -1,17 +1,16 @@
-"""Attention work of one step: the tiles of rows and the splits of context that a
-persistent kernel processes.
+"""Attention work of one step: the tiles of rows and splits of context that a persistent
+kernel processes.
 
-Keys that a row sees are counted by position: key i is number i % `split` of split i //
-`split`, whatever batch the row is in. Partial results merge in ascending order of splits,
-so a row has the same bits in every batch.
+Key i of a row is number i % `split` of split i // `split` in every batch, and partial
+results merge in ascending order. So the bits of a row depend neither on its batch nor on
+the grouping of splits.
 
-An item is a tile of rows of one sequence and a range of splits. If the GPU has enough
-other work, a tile has one item for all splits; else one item per split. Both merge in the
-same order, so the choice changes no bit.
+An item is a tile of rows of one sequence and a range of splits: one split if the GPU
+lacks other work, else all.
 
-In a draft tree, rows see different keys at one index: their own ancestors. All rows of a
-tile read the splits before the tree together. In later splits each draft row is a tile of
-its own, with a list of its ancestors (a *path*).
+In a draft tree, rows see different ancestors at one index. A tile reads the splits before
+the tree for all rows. In later splits each draft row is its own tile, with a list of its
+ancestors (a *path*).
 """
 
 from typing import NamedTuple
@@ -40,7 +39,7 @@ class WorkArrays(NamedTuple):
 
 
 class WorkSize(NamedTuple):
-    """Used sizes of the arrays; the device reads only these parts."""
+    """Used sizes of the arrays."""
 
     items: int
     paths: int
@@ -48,11 +47,7 @@ class WorkSize(NamedTuple):
 
 
 def min_partials(max_rows: int, max_draft_tokens: int, split: int) -> int:
-    """Min room for the partial results of any batch with `max_rows` rows.
-
-    A row has one partial result. In a tree it has one before the tree, and one per split
-    that its path touches.
-    """
+    """Min room for the partial results of any batch with `max_rows` rows."""
     return max_rows * (2 + -(-max_draft_tokens // split)) if max_draft_tokens else max_rows
 
 

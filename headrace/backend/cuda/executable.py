@@ -1,6 +1,5 @@
-"""A program on a GPU: its weights, its KV and the launches of its steps.
-
-Steps are rounded up to a few shapes, and launches are made once per shape.
+"""A program on a GPU: its weights, its KV, and the launches of steps, made once per step
+shape.
 """
 
 import time
@@ -42,28 +41,23 @@ from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.sampling import host as host_sampling
 
+# Steps of a shape before its launches become a graph: launching the kernels of a small
+# model one by one takes longer than a prompt chunk runs.
 _RUNS_BEFORE_GRAPH = 8
-"""Steps of a shape before its launches become a graph.
-
-For a small model the host needs longer to launch the kernels one by one than the GPU
-needs to run a prompt chunk.
-"""
-_MAX_LATE_GRAPHS = 64
-"""Each takes one or two megabytes."""
+_MAX_LATE_GRAPHS = 64  # Each takes one or two megabytes
+# Room for the tables of 64 sequences with 16,000 blocks each, so the array rarely
+# grows.
 _MIN_INTS = 1 << 20
-"""Room for the tables of 64 sequences with 16,000 blocks each, so the array rarely grows."""
 
 
 def lower(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
-    """Fuse the ops of a program and set the bytes of its weights on a GPU. Reads no
-    tensor data.
-    """
+    """Fuse the ops of a program and set the bytes of its weights on a GPU."""
     return sized(fuse(program), weights)
 
 
 @dataclass
 class SampleLaunches:
-    """Sampling launches of one layout, which run after the launches of a plan."""
+    """Sampling launches of one layout."""
 
     launches: list[Launch]
     results: torch.Tensor
@@ -77,12 +71,11 @@ class Plan:
 
     step: StepInput
     launches: list[Launch]
-    names: list[str]
-    """The op of each launch."""
+    names: list[str]  # The op of each launch
     value: Callable[[Value], torch.Tensor]
     sampling: dict[SampleLayout, SampleLaunches]
+    # Runs all launches at once; None: they run one by one
     graph: Callable[[], None] | None = None
-    """Runs all launches at once; None: they run one by one."""
     num_runs: int = 0
 
 
@@ -121,13 +114,12 @@ class CudaExecutable:
         self._input = next((op.out for op in program.ops if isinstance(op, ops.Input)), None)
         self._ints = torch.zeros(0, dtype=torch.int32, device=DEVICE)
         self._plans: dict[StepShape, Plan] = {}
+        # Shapes whose plans get a graph as soon as they are made
         self._captured: set[StepShape] = set()
-        """Shapes whose plans get a graph as soon as they are made."""
         self._num_late_graphs = 0
+        # Versions of the memory that plans are bound to: growth of the workspace,
+        # changes of adapters
         self._bound = (0, 0)
-        """Versions of the memory that plans are bound to: growth of the workspace,
-        changes of adapters.
-        """
         self._in_flight: deque[CudaTicket] = deque()
         self._slots = Slots(self._in_flight)
         experts = [op for op in program.ops if isinstance(op, moe.Experts)]
@@ -243,7 +235,7 @@ class CudaExecutable:
             self._capture(self._plan(shape))
 
     def _capture(self, plan: Plan) -> None:
-        """Capture the launches of a plan, after one run over padding rows."""
+        # Launches run once before their capture, here over padding rows.
         if plan.graph is None:
             slot = self._slots.next()
             host = slot.take("padding", plan.step.end)
@@ -265,7 +257,7 @@ class CudaExecutable:
             self._stream.run(plan.launches)
 
     def _grow(self, size: int) -> None:
-        """Allocate a larger array of integers; all plans are bound to the old one."""
+        # Plans are bound to the old array: growth makes them invalid.
         self._ints = torch.zeros(max(_MIN_INTS, 2 * size), dtype=torch.int32, device=DEVICE)
         self._workspace.grown += 1
 
@@ -296,7 +288,6 @@ class CudaExecutable:
             self._stream.copy(plan.value(self._input)[: len(rows.array)], rows.tensor)
 
     def _run_sampling(self, plan: Plan, layout: SampleLayout) -> torch.Tensor:
-        """Launch the sampling of a step and return its results, still on the device."""
         if layout not in plan.sampling:
             # A layout with another number of slots is bound to state that has moved.
             plan.sampling = {
@@ -342,7 +333,6 @@ class CudaExecutable:
         logits: bool,
         hidden: bool,
     ) -> CudaTicket:
-        """Copy the requested results of a step to the host and return their ticket."""
         host_indices: list[int] = []
         if len(sampling.indices) < len(ops):
             host_indices = sorted(set(range(len(ops))) - set(sampling.indices))

@@ -1,9 +1,8 @@
 """KV blocks in pinned host memory, saved and loaded while the device runs steps.
 
-The launch stream copies a saved block to a staging block, and a copy stream moves it to
-the host. A load takes the opposite way. Only the device waits: a saved block can be
-overwritten at once, and a load overlaps the steps launched before it. Each direction has
-its own staging blocks, so that saves never wait for loads.
+The launch stream copies between a block and a staging block, a copy stream between
+staging and host. Only the device waits. Each direction has its own staging blocks, so
+saves never wait for loads.
 """
 
 from collections import deque
@@ -18,14 +17,12 @@ from headrace.backend.cuda.kv_store import KvStore
 from headrace.backend.cuda.stream import Mark, Stream, host_tensor
 from headrace.errors import MemoryLimitError
 
+# Max bytes pinned at once. Pinning them takes about as long as a step.
 _CHUNK_BYTES = 1 << 26
-"""Max bytes pinned at once. Pinning them takes about as long as a step."""
+# Max staging bytes of one direction, unless two blocks need more: some milliseconds of
+# PCIe
 _STAGING_BYTES = 1 << 27
-"""Max staging bytes of one direction, unless two blocks need more: some milliseconds of
-PCIe.
-"""
-_MAX_STAGING_BLOCKS = 64
-"""Per direction."""
+_MAX_STAGING_BLOCKS = 64  # per direction
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -44,8 +41,8 @@ class CudaHostBlocks:
         self._in_chunk = [max(1, _CHUNK_BYTES // size) for size in self.block_bytes]  # blocks
         self._chunks: list[list[torch.Tensor]] = [[] for _ in stores]  # each [blocks, bytes]
         self._tensors = [_in_words(store) for store in stores]
+        # mark after the last copy to (group, host block)
         self._saved: dict[tuple[int, int], Mark] = {}
-        """Mark after the last copy to each host block, by (group, host block)."""
         staging = torch.empty(
             2, *_staging_shape(self.block_bytes), dtype=torch.uint8, device=DEVICE
         )
@@ -80,7 +77,7 @@ class CudaHostBlocks:
         self._in.rotate(-1)
 
     def _copy(self, group: int, host_block: int) -> torch.Tensor:  # [bytes]
-        """Memory of a host block. Raises MemoryError if the host cannot pin more."""
+        # [bytes]. Raises MemoryError if the host cannot pin more.
         chunk, place = divmod(host_block, self._in_chunk[group])
         chunks, size = self._chunks[group], self.block_bytes[group]
         while len(chunks) <= chunk:
@@ -111,24 +108,20 @@ class CudaHostBlocks:
 
 
 class _Staging:
-    """Device memory for one block of any group in transit."""
-
     def __init__(self, whole: torch.Tensor, groups: Sequence[Sequence[Any]], done: Mark) -> None:
         self.whole, self.done = whole, done
+        # By group and tensor: [layers, words]
         self.parts = [_parts(whole, tensors) for tensors in groups]
-        """By group and tensor: [layers, words]."""
 
 
 def staging_bytes(block_bytes: Sequence[int]) -> int:
-    """Device bytes of all staging blocks. `block_bytes` is the size of a block in each
-    group.
-    """
+    """Device bytes of all staging blocks."""
     count, size = _staging_shape(block_bytes)
     return 2 * count * size
 
 
 def _staging_shape(block_bytes: Sequence[int]) -> tuple[int, int]:
-    """Staging blocks of one direction, and bytes of each, a multiple of the largest word."""
+    # blocks of one direction, and bytes of each, a multiple of the largest word
     size = -(-max(block_bytes) // 8) * 8
     return max(2, min(_MAX_STAGING_BLOCKS, _STAGING_BYTES // size)), size
 

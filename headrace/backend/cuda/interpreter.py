@@ -1,9 +1,8 @@
-"""Fixes for Triton's interpreter, which runs kernels in NumPy if there is no GPU.
+"""Fixes for Triton's interpreter, which runs kernels in NumPy.
 
-Triton 3.6 and 3.7 represent bf16 as 16-bit integers: `tl.dot` multiplies these integers,
-and conversions to bf16 and float8 truncate. Loop bounds known only at run time raise with
-NumPy 2.4. Sums and products of bf16 numbers stay broken; kernels convert to float32
-first, and tests enforce it.
+Triton 3.6 and 3.7 represent bf16 as 16-bit integers, so `tl.dot` and conversions to bf16
+and float8 are wrong. Loop bounds known only at run time raise with NumPy 2.4. Sums and
+products of bf16 stay wrong: kernels convert to float32 first, and tests enforce it.
 """
 
 import os
@@ -25,7 +24,7 @@ def is_interpreting() -> bool:
 
 
 def patch_interpreter() -> None:
-    """Patch the interpreter of this process. Further calls have no effect."""
+    """Patch the interpreter of this process, once."""
     from triton.runtime import interpreter
 
     builder: Any = interpreter.InterpreterBuilder
@@ -51,15 +50,15 @@ def interpret() -> None:
     patch_interpreter()
 
 
+# Types that torch rounds: to nearest, ties to even, as a GPU does
 _TORCH = {
     tl.bfloat16: torch.bfloat16,
     tl.float8e4nv: torch.float8_e4m3fn,
     tl.float8e5: torch.float8_e5m2,
     tl.float16: torch.float16,
 }
-"""Types that torch rounds: to nearest, ties to even, as a GPU does."""
+# Types that NumPy lacks; the interpreter holds their bits as integers
 _OPAQUE = (tl.bfloat16, tl.float8e4nv, tl.float8e5)
-"""Types that NumPy lacks; the interpreter holds their bits as integers."""
 
 
 def _floats(handle: Any) -> Any:
@@ -96,9 +95,7 @@ def _convert(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
 def _dot(
     self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any
 ) -> Any:
-    """Sum the products in float64 and round once, so the bits do not depend on NumPy's
-    order.
-    """
+    # Sums in float64, rounded once, so the bits do not depend on NumPy's order.
     from triton.runtime.interpreter import TensorHandle
 
     wide = np.float64 if d.dtype.scalar.is_floating() else np.int32

@@ -17,10 +17,8 @@ _CODES: dict[KvFormat, Any] = {
     "fp8": torch.float8_e4m3fn,
     "int8": torch.uint8,
 }
+# One scale per key or value, or min and step of the codes (`quant/kv.py`)
 _SCALES: dict[KvFormat, tuple[Any, int]] = {"fp8": (torch.float32, 1), "int8": (torch.bfloat16, 2)}
-"""Type and numbers of scales per key or value: one scale, or min and step of the codes
-(`quant/kv.py`).
-"""
 
 
 def format_of(dtype: KvDtype) -> KvFormat:
@@ -30,10 +28,7 @@ def format_of(dtype: KvDtype) -> KvFormat:
 
 
 class KvLayer(NamedTuple):
-    """KV of one layer, as views of its group's tensors.
-
-    `keys` stands in for a tensor that the format lacks; kernels never read it.
-    """
+    """KV of one layer, as views. `keys` stands in for a tensor that the format lacks."""
 
     keys: Any  # [blocks, heads, tokens of a block, key_dim]
     key_scales: Any  # [blocks, heads, tokens of a block, numbers]
@@ -42,18 +37,17 @@ class KvLayer(NamedTuple):
 
 
 class KvStore:
-    """KV of the layers of a group, initially zeros.
+    """KV of a group of layers, initially zeros.
 
-    A key or value that is not finite is stored as zeros, with NaN in the last number of
-    the key or in the key's scale. So every row that sees the token becomes NaN. Other
-    rows stay finite, although they may multiply the value by a weight of zero.
+    A key or value that is not finite is stored as zeros, with NaN in the key's last
+    number or scale. So every row that sees the token becomes NaN, and no other row does.
     """
 
     def __init__(self, group: KvGroup, num_blocks: int, block_size: int, dtype: KvDtype) -> None:
         self.group, self.block_size, self.format = group, block_size, format_of(dtype)
         layout = group.layout
+        # First slot of an extra block, which padding rows write to
         self.padding_slot = num_blocks * block_size
-        """First slot of an extra block without a sequence, which padding rows write to."""
         shape = (len(group.layers), num_blocks + 1, layout.num_heads, block_size)
         scales, numbers = _SCALES.get(self.format, (torch.float32, 0))
 
@@ -85,7 +79,6 @@ class KvStore:
         return sum(tensor[:, 0].nbytes for tensor in self.tensors)
 
     def layer(self, layer: int) -> KvLayer:
-        """KV of a layer, by its number in the program."""
         index = self.group.layers.index(layer)
         keys = self.keys[index]
 
@@ -102,8 +95,8 @@ class KvStore:
     def move_slots(self, source: Ints, target: Ints) -> None:
         """Copy slot `source[i]` to `target[i]`, in order, in all layers and heads.
 
-        A slot may be a target first and a source later. So the host traces each target back to
-        the slot with its final contents, and the device reads these slots before it writes.
+        A slot may be a target first and a source later. So the host traces each target to
+        the slot with its final contents, and the device reads before it writes.
         """
         origin: dict[int, int] = {}
         for s, t in zip(source.tolist(), target.tolist(), strict=True):
@@ -122,9 +115,7 @@ class KvStore:
 
     @property
     def tensors(self) -> list[Any]:
-        """Tensors that the format has, each [layers, blocks, heads, tokens of a block,
-        numbers].
-        """
+        """Existing tensors, each [layers, blocks, heads, tokens of a block, numbers]."""
         return [
             x for x in (self.keys, self.key_scales, self.values, self.value_scales) if x is not None
         ]

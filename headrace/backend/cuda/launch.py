@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 
 class Launch(NamedTuple):
-    """A kernel with its grid and arguments. Its tensors stay the same; their contents
-    change each step.
+    """A kernel with its grid and arguments. Only the contents of its tensors change
+    between steps.
     """
 
     kernel: Any  # of `triton.jit`

@@ -9,19 +9,16 @@ from headrace.quant.spec import CODEBOOKS, QuantSpec
 from headrace.record import frozen
 
 Store = Literal["f32", "f16", "bf16", "e4m3", "e5m2", "int8", "int4"]
+# Storage of scales and zeros: floats, or 8-bit integers, or eighths, that multiply a
+# float16 super-scale
 ScaleStore = Literal["f32", "f16", "bf16", "steps", "eighths"]
-"""Storage of scales and zeros: floats; or 8-bit integers, or eighths, that multiply a
-float16 super-scale.
-"""
 
 _PLAIN: dict[str, Store] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 _BYTES: dict[str, int] = {"f32": 4, "f16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "int8": 1}
+# Storage that holds each type exactly
 _SCALES: dict[str | None, ScaleStore] = {"f16": "f16", "bf16": "bf16", "e8m0": "bf16", "u8": "f16"}
-"""Storage that holds each type exactly."""
-SUPER_BLOCK = 256
-"""Columns that share a float16 super-scale."""
-_IN_EIGHTHS = ("iq1", "iq2", "iq3_xxs")
-"""Codebooks whose sub-scales are eighths."""
+SUPER_BLOCK = 256  # Columns that share a float16 super-scale
+_IN_EIGHTHS = ("iq1", "iq2", "iq3_xxs")  # Codebooks whose sub-scales are eighths
 
 
 @frozen
@@ -29,28 +26,25 @@ class WeightLayout:
     """Layout of a matrix in GPU memory.
 
     Rows are contiguous, padded to whole tiles of `tile` columns. A 16-bit word of `int4`
-    packs one code from each quarter of its tile, the first quarter in the lowest bits, so
-    kernels unpack it with shifts. Scales are [groups, rows], so neighbouring rows are
-    read together; packing.py describes scales of 8 and 16 bits.
+    packs one code from each quarter of its tile, the first in the lowest bits, so kernels
+    unpack it with shifts. Scales are [groups, rows]; packing.py describes scales of 8 and
+    16 bits.
     """
 
     store: Store
-    tile: int = 64
-    """Columns of a row that a kernel reads at once."""
+    tile: int = 64  # Columns of a row that a kernel reads at once
+    # Columns that share a scale: a divisor or a multiple of the tile; 0: the whole row
     group: int = 0
-    """Columns that share a scale: a divisor or a multiple of the tile; 0: the whole row."""
     scale: ScaleStore | None = None
+    # scale * code, scale * (code - zero point), or scale * code + minimum
     zero: Literal["none", "point", "minimum"] = "none"
-    """A value is scale * code, scale * (code - zero point), or scale * code + minimum."""
     zero_store: ScaleStore | None = None
-    offset: int = 0
-    """Added to each stored code."""
-    lookup: tuple[float, ...] = ()
-    """The values of codes, if codes are looked up."""
+    offset: int = 0  # Added to each stored code
+    lookup: tuple[float, ...] = ()  # The values of codes, if codes are looked up
+    # int8 activations per row: sums of integer products are exact
     rows_in_int8: bool = False
-    """Whether activations are quantised to int8 per row; sums of integer products are exact."""
+    # Whether activations above 6 stay floats (LLM.int8, Dettmers et al. 2022)
     outliers: bool = False
-    """Whether activations above 6 stay floats (LLM.int8, Dettmers et al. 2022)."""
 
     @property
     def is_wide(self) -> bool:
@@ -66,12 +60,10 @@ class WeightLayout:
         return -(-cols // self.tile) * self.tile
 
     def row_bytes(self, cols: int) -> int:
-        """Bytes of the codes of a row."""
         cols = self.padded_cols(cols)
         return cols // 2 if self.store == "int4" else cols * _BYTES[self.store]
 
     def num_groups(self, cols: int) -> int:
-        """Scales per row."""
         return -(-self.padded_cols(cols) // self.group) if self.group else 1
 
     def table_words(self, number: ScaleStore, cols: int) -> int:
@@ -94,9 +86,7 @@ class WeightLayout:
 
 
 def layout_of(tensor: StoredTensor) -> WeightLayout:
-    """GPU layout of a stored tensor: lossless, with the same bits per code or the next
-    supported size.
-    """
+    """GPU layout of a stored tensor: lossless, with the same bits per code or the next size."""
     form, spec = tensor.format, tensor.format.spec
     if form.name in _PLAIN:
         return WeightLayout(_PLAIN[form.name])
@@ -164,7 +154,7 @@ def _scale_store(spec: QuantSpec, number: str | None) -> ScaleStore:
 
 
 def _grouped(layout: WeightLayout) -> WeightLayout:
-    """The layout, with repeated scales if groups do not end at tile boundaries."""
+    # Scales repeat if groups do not end at tile boundaries.
     if not layout.group or layout.group % layout.tile == 0:
         return layout
     return replace(layout, group=gcd(layout.group, layout.tile))

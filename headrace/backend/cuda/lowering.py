@@ -37,22 +37,19 @@ from headrace.program.op import Op, Value, Weight
 class Lowering:
     """Collects the launches of ops."""
 
-    value: Callable[[Value], torch.Tensor]
-    """The tensor of a value, [rows, width]."""
+    value: Callable[[Value], torch.Tensor]  # The tensor of a value, [rows, width]
     weights: Weights
     workspace: Workspace
     step: StepInput
-    adapters: Adapters | None
-    """None if no row of the step has an adapter."""
+    adapters: Adapters | None  # None if no row of the step has an adapter
+    # rows routed to each expert, by the value id of the experts' output
     loads: dict[int, torch.Tensor]
-    """Rows routed to each expert, by the value id of the experts' output."""
-    packed: torch.dtype
-    """Type that activations are multiplied in."""
+    packed: torch.dtype  # Type that activations are multiplied in
     launches: list[Launch] = field(default_factory=list)
+    # Rows grouped by adapter, for each kind of rows
     _tiles: dict[str, Aligned] = field(default_factory=dict)
-    """Rows grouped by adapter, for each kind of rows."""
+    # int8 codes and scales, by (value id, whether outliers stay floats)
     _codes: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """int8 codes and scales, by (value id, whether outliers stay floats)."""
 
     def lower(self, op: Op) -> None:
         out = op.output()
@@ -65,7 +62,7 @@ class Lowering:
             self.launches.append(launch)
 
     def rows_of(self, value: Value, out: Value) -> torch.Tensor:
-        """The rows of `value` that `out` has; `out` may have only some of the gathered rows."""
+        """The rows of `value` that `out` has."""
         x, num_logit_rows = self.value(value), self.step.shape.logit_rows
         if value.rows == out.rows:
             return x
@@ -132,7 +129,6 @@ class Lowering:
     def _in_int8(
         self, launches: list[Launch], x: Value, weight: PackedWeight
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """int8 codes and scales of a value, if the weight multiplies int8 activations."""
         layout = weight.layout
         if not layout.rows_in_int8:
             return None
@@ -148,7 +144,7 @@ class Lowering:
     def _delta(
         self, launches: list[Launch], x: Value, weights: Sequence[Weight]
     ) -> torch.Tensor | None:
-        """The adapters' part of a product, [rows, rows of all weights], if a weight has any."""
+        # [rows, rows of all weights]
         if not self.adapters or not any(weight.name in self.adapters.tables for weight in weights):
             return None
 

@@ -16,12 +16,10 @@ Kind = Literal["int8", "fp8", "bf16", "f32"]
 _TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 _MAX_BYTES = 1 << 30
 _TILE = 128
+# Bytes of a row multiplied at once. GPUs before Hopper hold them in registers.
 _PART_BYTES, _OLDER_PART_BYTES = 256, 64
-"""Bytes of a row multiplied at once. GPUs before Hopper hold them in registers."""
-_SECONDS = 0.02
-"""Length of one measurement of arithmetic."""
-_REPEATS = 5
-"""The fastest repeat counts: a busy GPU looks too slow, never too fast."""
+_SECONDS = 0.02  # Length of one measurement of arithmetic
+_REPEATS = 5  # the fastest counts: a busy GPU looks too slow, never too fast
 _LAUNCHES = 200
 
 
@@ -29,8 +27,7 @@ class LaunchSeconds(NamedTuple):
     """Seconds per launch, averaged over many."""
 
     eager: float
-    graph: float
-    """As part of a graph."""
+    graph: float  # As part of a graph
 
 
 def read_bandwidth() -> float:
@@ -85,7 +82,6 @@ def rate(kind: Kind, tile: int = _TILE, part_bytes: int = 0, min_rounds: int = 1
 
 
 def launch_seconds(launches: int = _LAUNCHES) -> LaunchSeconds:
-    """Measure back-to-back launches of the smallest kernel."""
     x, stream = torch.zeros(4 * READ_BLOCK, device=DEVICE), make_stream()
     several = [read(x, x)] * launches
     stream.run(several)
@@ -104,7 +100,6 @@ def _memory() -> torch.Tensor:
 
 
 def _rate(launch: Callable[[int], Launch], operations: int, rounds: int) -> float:
-    """Operations per second of kernels with `operations` per round."""
     stream = make_stream()
     stream.run([launch(rounds)])  # which compiles it
     seconds = stream.times([launch(rounds)])[0]

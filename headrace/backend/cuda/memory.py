@@ -21,12 +21,11 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _S = TypeVar("_S")
 
-_FIXED = 512 << 20
-"""For kernels, graphs, matrices of adapters and the allocator's rounding."""
+_FIXED = 512 << 20  # For kernels, graphs, matrices of adapters and the allocator's rounding
 
 
 def free_memory() -> int | None:
-    """Free bytes of the GPU, including torch's cache; None in the interpreter.
+    """Free bytes of the GPU, with torch's cache; None in the interpreter.
 
     Raises RequestError if the GPU does not respond.
     """
@@ -70,7 +69,7 @@ def run_bytes(program: Program, kv_dtype: KvDtype, max_rows: int, max_logit_rows
 
 
 def _partial_numbers(program: Program, kv_dtype: KvDtype, shape: StepShape) -> int:
-    """Numbers in the partial results of attention, which all layers share."""
+    # All layers share the partial results.
     max_numbers = 0
     for op in program.ops:
         if isinstance(op, ops.Attention):
@@ -82,10 +81,7 @@ def _partial_numbers(program: Program, kv_dtype: KvDtype, shape: StepShape) -> i
 
 
 def within_memory(method: Callable[Concatenate[_S, _P], _T]) -> Callable[Concatenate[_S, _P], _T]:
-    """Decorate a method to raise MemoryLimitError if the GPU runs out of memory.
-
-    The wrapper first frees torch's cache.
-    """
+    """Decorate a method to free torch's cache and raise MemoryLimitError if memory runs out."""
 
     @wraps(method)
     def wrapper(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:

@@ -14,10 +14,9 @@ from headrace.quant.dequantise import BlockScales
 from headrace.quant.formats import StoredTensor
 from headrace.quant.spec import CODEBOOKS, POWERS, Codebook, QuantSpec, floats
 
-_CHUNK_CODES = 1 << 24
-"""Codes that the host unpacks at a time."""
+_CHUNK_CODES = 1 << 24  # Codes that the host unpacks at a time
+# Max zero point of 4-bit codes: differences stay integers that bf16 holds exactly
 _MAX_ZERO_POINT = 128
-"""Max zero point of 4-bit codes: differences stay integers that bf16 holds exactly."""
 
 _TYPES: dict[str, torch.dtype] = {
     "f32": torch.float32,
@@ -33,8 +32,6 @@ _TYPES: dict[str, torch.dtype] = {
 
 
 class CodeRows(NamedTuple):
-    """Unpacked rows of a quantised matrix."""
-
     codes: NDArray[
         Any
     ]  # [rows, cols] integers, or numbers of what is looked up, or the bits of small floats
@@ -47,8 +44,8 @@ class PackedWeight(NamedTuple):
 
     A table of scales or zeros is float32 [groups, rows], or int32 [words of a row, rows].
     A word holds 16-bit numbers of two groups, the first in the low half. With
-    super-blocks, one word holds the super-scales of two super-blocks in this way. The
-    next words hold their sub-scales, four groups per word, the first in the lowest byte.
+    super-blocks, one word holds two super-scales in this way. The next words hold their
+    sub-scales, four groups per word, the first in the lowest byte.
     """
 
     layout: WeightLayout
@@ -66,8 +63,8 @@ class PackedWeight(NamedTuple):
 def pack(tensors: Sequence[StoredTensor], layout: WeightLayout | None = None) -> PackedWeight:
     """Stack matrices with one column order, and release the pages of their files.
 
-    The layout must be the common one, which is the default, or a plain float layout.
-    Raises UnsupportedModelError if zero points are too large.
+    `layout` defaults to the common layout. Raises UnsupportedModelError if zero points
+    are too large.
     """
     layout, cols = layout or layout_of(tensors[0]), tensors[0].cols
     rows, groups = sum(tensor.rows for tensor in tensors), layout.num_groups(cols)
@@ -165,7 +162,6 @@ def _codes_by_value(codebook: Codebook) -> NDArray[np.uint8]:
 
 
 def _by_rows(scales: BlockScales, rows: int, spec: QuantSpec) -> NDArray[np.float32] | BlockScales:
-    """Scales of blocks, reshaped to rows."""
     if not spec.super_block:
         return scales.numbers.reshape(rows, -1)
     return scales._replace(
@@ -190,7 +186,7 @@ def _chunks(tensor: StoredTensor) -> Iterator[NDArray[np.int64]]:
 
 
 def _repeats(tensor: StoredTensor, layout: WeightLayout) -> int:
-    """Groups of the layout per group of the file."""
+    # groups of the layout per group of the file
     spec = tensor.format.spec
     return spec.group // layout.group if spec and layout.group else 1
 
@@ -236,7 +232,7 @@ def _padded(values: NDArray[Any], cols: int) -> torch.Tensor:
 def _table(
     numbers: NDArray[np.float32] | BlockScales, repeats: int, groups: int, table: torch.Tensor
 ) -> torch.Tensor:
-    """Scales or zeros as a table, each repeated `repeats` times, padded with 0."""
+    # each number repeated `repeats` times, padded with 0
     if isinstance(numbers, BlockScales):
         super_scales = numbers.super_scales.astype(np.float16)
         sub_scales = np.ascontiguousarray(numbers.sub_scales)
@@ -253,7 +249,7 @@ def _table(
 
 
 def _stored_codes(codes: NDArray[Any], layout: WeightLayout) -> torch.Tensor:
-    """Codes [rows, cols] packed as the layout defines, padded to whole tiles."""
+    # [rows, cols] padded to whole tiles
     padded = _padded(
         codes.astype(np.int16) if layout.store.startswith("int") else codes,
         layout.padded_cols(codes.shape[1]),

@@ -1,7 +1,7 @@
 """Plain sampling steps: one token for each of the same sequences, at the next position.
 
-Most launches are such steps. The host fills their table once and then changes only the
-positions, since filling it in Python takes longer than a GPU step of many sequences.
+The host fills their table once and then changes only the positions: filling it in Python
+takes longer than a GPU step.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,16 +56,13 @@ class PlainStep:
         self._area, self._positions = area, positions
 
     def fill(self, host: Ints) -> None:
-        """Write the kernels' input to an area of `layout.num_ints` integers."""
         host[:] = self._area
         host[table.POSITION.value : COLUMNS * len(self._positions) : COLUMNS] = self._positions
 
     def fill_masks(self, host: NDArray[np.uint32]) -> None: ...
 
     def read(self, host: Ints) -> list[LogitOpResult]:
-        """The result of each sample. Samplers of plain ops ignore earlier tokens, so none
-        are appended.
-        """
+        # Samplers of plain ops ignore earlier tokens, so no token is appended to them.
         tokens, _, counts = self.layout.results(host)[0][:, : len(self._positions)].tolist()
         return [
             SampleResult([token], [], []) if count else None
@@ -102,7 +99,6 @@ class PlainSamples:
     def keep(
         self, ops: Sequence[LogitOp], layout: SampleLayout, fill: Callable[[Ints], None]
     ) -> None:
-        """Keep a launch for repetition, if its ops are plain. `fill` writes its area."""
         plain = PlainOps.of(ops)
         if plain is None:
             return

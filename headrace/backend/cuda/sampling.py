@@ -1,11 +1,9 @@
 """Sampling on the device: logit ops as tables for kernels, and their results.
 
-All nodes of a draft tree sample at once: a sample depends only on the tokens of its
-ancestors, which the host knows. Then a kernel walks down the tree along the sampled
-tokens. So tokens equal `sampling/exact.py`, and the device never waits for the host.
-
-Scores in float64 decide, as on the CPU, so equal logits give equal tokens. One exception:
-if the share of a nucleus almost equals `top_p`, the rounding of its weights decides.
+All nodes of a draft tree sample at once, since a sample depends only on its ancestors.
+Then a kernel walks down the tree along the sampled tokens. Tokens equal
+`sampling/exact.py`: scores in float64 decide, as on the CPU. Only a nucleus whose share
+almost equals `top_p` may differ, by rounding.
 """
 
 from collections.abc import Sequence
@@ -40,12 +38,12 @@ from headrace.logit_ops import (
 from headrace.sampling.sampler import Sampler
 
 _MAX_OPS = 1 << 16
+# Columns of a sample that change from step to step
 _FIRST_OF_STEP, _LAST_OF_STEP = int(table.ROW.value), int(table.IS_ADJUSTED.value)
-"""Columns of a sample that change from step to step."""
 
 
 def runs_on_device(op: LogitOp) -> bool:
-    """Whether the device runs an op. The host runs the others on the logits."""
+    """Whether the device runs an op; else the host does."""
     if isinstance(op, SampleOp):
         return op.method == "exact" or (op.method == "typical" and not op.draft.tokens)
     return isinstance(op, Score) or (
@@ -54,15 +52,14 @@ def runs_on_device(op: LogitOp) -> bool:
 
 
 class SampleStep:
-    """Ops of one launch that the device runs; `indices` are their positions in the launch."""
+    """Ops of one launch that the device runs, at positions `indices`."""
 
     def __init__(self, ops: Sequence[LogitOp], samplers: DeviceSamplers) -> None:
         self.indices = [i for i, op in enumerate(ops) if runs_on_device(op)]
         self._samplers = samplers
         self._pending: list[PendingOp] = []
         self._templates: list[Ints] = []
-        self._rows: list[tuple[int, ...]] = []
-        """Columns ROW to IS_ADJUSTED of each sample."""
+        self._rows: list[tuple[int, ...]] = []  # columns ROW to IS_ADJUSTED of each sample
         self._op_rows: list[tuple[int, int, int, int]] = []
         self._entries: list[Ints] = []
         self._num_entries = 0
@@ -80,7 +77,7 @@ class SampleStep:
         self.layout = self._layout()
 
     def cancel(self) -> None:
-        """Discard a failed launch. The device's state of its samplers is then unknown."""
+        # The launch has failed: the device's state of its samplers is unknown.
         for pending in self._pending:
             if not isinstance(pending.op, Score):
                 self._samplers.finish_launch(cast(Sampler, pending.op.sampler), [], is_known=False)
@@ -165,7 +162,6 @@ class SampleStep:
         )
 
     def fill(self, host: Ints) -> None:
-        """Write the kernels' input to an area of `layout.num_ints` integers."""
         samples, ops, entries, described = self.layout.inputs(host)
         size = len(self._rows)
         if size:
@@ -182,17 +178,13 @@ class SampleStep:
         described[len(self._described) :, table.DESCRIBED_ROW.value] = -1
 
     def fill_masks(self, host: NDArray[np.uint32]) -> None:
-        """Write the masks to an area [layout.masks, words]; kernels ignore the remaining
-        rows.
-        """
+        """Write the masks to an area [layout.masks, words]."""
         if self._masks:
             np.concatenate(self._masks, out=host[: self._num_masks])
 
     def read(self, host: Ints) -> list[LogitOpResult]:
-        """Results of the ops, from `layout.num_results` integers; tokens are appended to
-        the samplers.
-
-        Call it once per launch, in launch order.
+        """Results of the ops, whose tokens are appended to the samplers. Call once per
+        launch, in order.
         """
         results = results_of(self._pending, self.layout, host)
         for pending, (tokens, result) in zip(self._pending, results, strict=True):
@@ -210,12 +202,9 @@ class DeviceSampler:
     def __init__(
         self, vocab: int, device: torch.device, chunk: int = CHUNK, listed: int = LISTED
     ) -> None:
+        # Last token of each op of the last launch, which `token_source` indexes; 0 if
+        # its logits were not finite
         self.last_tokens = torch.zeros(_MAX_OPS, dtype=torch.int32, device=device)
-        """Last sampled token of each op of the last launch, 0 if its logits were not
-        finite.
-
-        `token_source` indexes it.
-        """
         self._samplers, self._plain = DeviceSamplers(vocab, device), PlainSamples()
         self._adjusted = torch.empty((0, -(-vocab // 16) * 16), dtype=torch.float32, device=device)
         self._vocab, self._chunk, self._listed = vocab, chunk, listed
@@ -225,7 +214,7 @@ class DeviceSampler:
         return mask_words(self._vocab)
 
     def must_wait(self, ops: Sequence[LogitOp]) -> bool:
-        """Whether launches in flight must be read before these ops are launched."""
+        """Whether launches in flight must be read before these ops run."""
         samplers = [
             cast(Sampler, op.sampler)
             for op in ops
@@ -234,13 +223,11 @@ class DeviceSampler:
         return any(map(self._samplers.must_wait, samplers))
 
     def repeat(self, ops: Sequence[LogitOp]) -> PlainStep | None:
-        """The step of plain ops that repeat the last ones at other positions. It replaces
-        `begin`.
-        """
+        """A step without `begin`, for plain ops that are the last ones at other positions."""
         return self._plain.repeat(ops, len(self._samplers.state))
 
     def begin(self, ops: Sequence[LogitOp]) -> SampleStep:
-        """The step of a launch's ops. Call it once per launch, in launch order."""
+        """The step of a launch's ops. Call once per launch, in order."""
         if len(ops) > _MAX_OPS:
             raise ValueError(f"launch of {len(ops)} ops exceeds {_MAX_OPS}; split the step")
         step = SampleStep(ops, self._samplers)
@@ -249,7 +236,7 @@ class DeviceSampler:
         return step
 
     def set_last_tokens(self, indices: Sequence[int], values: Sequence[LogitOpResult]) -> None:
-        """Set the last tokens of ops of the last launch that ran on the host."""
+        """Set the last tokens of ops that ran on the host."""
         tokens = [
             value.tokens[-1] if isinstance(value, SampleResult | Expanded) else 0
             for value in values
@@ -265,7 +252,7 @@ class DeviceSampler:
         """Sampling kernels for all steps of one layout, on logits [rows, vocab].
 
         `area` [num_ints] begins at a multiple of 16 bytes; `masks` is [masks, words],
-        `results` [num_results]. A layout becomes invalid when the number of slots changes.
+        `results` [num_results]. A layout is invalid when `slots` changes.
         """
         samples, op_table, entries, described = layout.inputs(area)
         sampled, described_out, top_ids, top_logprobs = layout.results(results)
@@ -314,7 +301,6 @@ class DeviceSampler:
         masks: Any,
         tokens: torch.Tensor,
     ) -> list[Launch]:
-        """Launches that write the token of each sample to `tokens` [samples]."""
         launches: list[Launch] = []
         device, state = logits.device, self._samplers.state
         doubles = area[: samples.numel()].view(torch.float64)
@@ -354,13 +340,11 @@ class DeviceSampler:
         return launches
 
     def _chunks(self, rows: int, device: Any) -> Any:
-        """Scratch for each chunk of `rows` rows."""
         shape = rows, blocks(self._vocab, self._chunk)
         kinds = torch.float32, torch.int32, torch.float32, torch.int32
         return tuple(torch.empty(shape, dtype=kind, device=device) for kind in kinds)
 
     def _lists(self, rows: int, device: Any) -> Any:
-        """Scratch for the tokens that filters may keep."""
         kinds = torch.float32, torch.int32
         logits, ids = (
             torch.empty((rows, self._listed), dtype=kind, device=device) for kind in kinds
@@ -369,7 +353,6 @@ class DeviceSampler:
         return logits, ids, sizes, floors
 
     def _adjusted_rows(self, rows: int) -> torch.Tensor:
-        """Memory for adjusted logits, which all layouts share."""
         if len(self._adjusted) < rows:
             self._adjusted = self._adjusted.new_empty((rows, self._adjusted.shape[1]))
         return self._adjusted[:rows]

@@ -11,22 +11,15 @@ COLUMNS, OP_COLUMNS, ENTRY_COLUMNS, DESCRIBED_COLUMNS = (
 
 
 class SampleLayout(NamedTuple):
-    """Sizes of a step's sampling, rounded up to powers of two. Steps with equal layouts
-    share launches.
-    """
+    """Sizes of a step's sampling, rounded up to powers of two. Equal layouts share launches."""
 
-    samples: int
-    """Rows that tokens are sampled from."""
-    nodes: int
-    """Max samples of one op."""
+    samples: int  # Rows that tokens are sampled from
+    nodes: int  # Max samples of one op
     entries: int
     masks: int
-    described: int
-    """Rows with log-probabilities."""
-    top: int
-    """Max top log-probabilities of a row."""
-    slots: int
-    """Rows of the penalty state."""
+    described: int  # Rows with log-probabilities
+    top: int  # Max top log-probabilities of a row
+    slots: int  # Rows of the penalty state
     is_adjusted: bool
     is_noisy: bool
     is_filtered: bool

@@ -1,9 +1,8 @@
 """Native samplers on the device: options as table rows, and the state of penalties.
 
-The native sampler stays the reference. Its state is uploaded before its first sample.
-Then each launch adds its tokens to the device's copy, so the next launch need not wait
-for the host. The host appends the tokens when it reads them. If other code appends
-tokens, the state is uploaded again.
+The native sampler stays the reference. Each launch adds its tokens to the device's copy
+of the state, so the next launch need not wait for the host. If other code appends tokens,
+the state is uploaded again.
 """
 
 from collections.abc import Callable
@@ -24,11 +23,8 @@ _NO_ENTRIES = np.zeros((0, 4), np.int32)
 
 @dataclass(slots=True, eq=False)
 class SamplerRecord:
-    """A native sampler as the device sees it."""
-
     sampler: "ref[Sampler]"
-    row: Ints
-    """Columns that are the same in every step."""
+    row: Ints  # Columns that are the same in every step
     is_noisy: bool
     is_filtered: bool
     has_penalties: bool
@@ -36,17 +32,13 @@ class SamplerRecord:
     banned: list[int]
     banned_until: int
     bias_entries: Ints
-    slot: int = -1
-    """Row of the state; -1 before the first upload."""
+    slot: int = -1  # Row of the state; -1 before the first upload
+    # tokens of the sampler in the device's copy, without launches in flight
     num_appended: int = -1
-    """Tokens of the sampler in the device's copy, without launches in flight."""
-    num_in_flight: int = 0
-    """Unread launches that sample with it."""
+    num_in_flight: int = 0  # Unread launches that sample with it
 
     def entries(self, position: int, path: list[int]) -> Ints:  # [entries, 4]
-        """Tokens whose logits are adjusted after a draft path, in addition to the
-        device's state.
-        """
+        """Tokens whose logits are adjusted after a draft path, in addition to the state."""
         bans = self.banned if position < self.banned_until else []
         if not (bans or (path and self.has_penalties)):
             return self.bias_entries
@@ -68,7 +60,7 @@ def _entries(biases: dict[int, float], path: list[int], bans: list[int]) -> Ints
 
 
 def _make_record(sampler: Sampler, vocab: int, died: Callable[..., None]) -> SamplerRecord:
-    """The record of a sampler. Raises ValueError for an option that no kernel implements."""
+    # Raises ValueError for an option that no kernel implements.
     options: dict[str, Any] = dict(sampler.options)
     if options.pop("vocab") != vocab:
         raise ValueError(f"sampler vocabulary differs from the logits' width {vocab}")
@@ -94,18 +86,16 @@ def _make_record(sampler: Sampler, vocab: int, died: Callable[..., None]) -> Sam
 
 
 class DeviceSamplers:
-    """Records of all live samplers, and their penalty state on the device."""
+    """Records of all live samplers, and their penalty state."""
 
     def __init__(self, vocab: int, device: torch.device) -> None:
+        # [slots, vocab], reallocated as it grows: 0 for an unseen token, else twice its
+        # count in the output, or one more
         self.state = torch.zeros((0, vocab), dtype=torch.int32, device=device)
-        """[slots, vocab], reallocated as it grows.
-
-        0 for an unseen token; else twice its count in the output, or one more.
-        """
         self._records: dict[int, SamplerRecord] = {}
         self._free: list[int] = []
+        # keys of freed samplers; the garbage collector may append at any time
         self._dead: list[int] = []
-        """Keys of freed samplers. The garbage collector may append at any time."""
 
     def record(self, sampler: Sampler) -> SamplerRecord:
         key = id(sampler)
@@ -131,7 +121,7 @@ class DeviceSamplers:
         )
 
     def start_launch(self, sampler: Sampler) -> SamplerRecord:
-        """The record of a sampler for the next launch, with its state on the device."""
+        """The record of a sampler, with its state on the device."""
         self._sweep()
         record = self.record(sampler)
         if record.has_penalties:
@@ -146,9 +136,7 @@ class DeviceSamplers:
         return record
 
     def finish_launch(self, sampler: Sampler, tokens: list[int], is_known: bool = True) -> None:
-        """Append the tokens of a read launch. Unless `is_known`, the device's copy is out
-        of date.
-        """
+        """Append a launch's tokens. The device's copy is valid only if `is_known`."""
         record = self.record(sampler)
         for token in tokens:
             sampler.append(token)
@@ -183,9 +171,7 @@ class DeviceSamplers:
                 self._forget(record)
 
     def _forget(self, record: SamplerRecord) -> None:
-        """Free the row of a dead sampler. The stream runs launches in flight before the
-        next upload.
-        """
+        # Launches in flight precede the next upload to the row in the stream.
         if record.slot >= 0:
             self._free.append(record.slot)
             record.slot = -1

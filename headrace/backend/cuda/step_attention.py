@@ -1,6 +1,4 @@
-"""Attention in steps of one shape: the work of each group of layers, and the launches
-that write and read its KV.
-"""
+"""Attention in steps of one shape: its work, and the launches that write and read KV."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -33,8 +31,7 @@ from headrace.batch import Ints, RaggedBatch
 from headrace.program import ops
 from headrace.program.trace import Program
 
-_MAX_DRAFT_TOKENS = 1024
-"""Per sequence, as options limit them."""
+_MAX_DRAFT_TOKENS = 1024  # Per sequence, as options limit them
 
 
 class GroupInts(NamedTuple):
@@ -75,16 +72,12 @@ class StepAttention:
         ]  # the number of items stands before three numbers that align what follows
 
     def bind(self, views: Sequence[torch.Tensor], array: torch.Tensor) -> None:
-        """Take the device's views, in the order of `sizes`, and its whole array, which
-        holds tables and paths.
-        """
+        """Take the device's views, in the order of `sizes`, and its whole array."""
         self._views, self._all = _grouped(views), array
 
     def fill(self, batch: RaggedBatch, views: Sequence[Ints], host: Ints, used: int) -> int:
-        """Write the work of a batch to `views`, its block tables and paths to `host` from
-        `used` on.
-
-        Returns the end of the used part.
+        """Write the work of a batch, with block tables and paths from `host[used]` on;
+        return their end.
         """
         for number, (store, kv, ints) in enumerate(
             zip(self._stores, batch.kv, _grouped(views), strict=True)
@@ -159,9 +152,7 @@ class StepAttention:
 
 
 def num_partials(rows: int, has_trees: bool, tiles: Tiles) -> int:
-    """Room for the partial results of any batch, and more, so long contexts spread over
-    the GPU.
-    """
+    """Room for the partial results of any batch, with spare room to spread long contexts."""
     return (
         min_partials(rows, min(rows, _MAX_DRAFT_TOKENS) if has_trees else 0, tiles.split)
         + 4 * tiles.programs

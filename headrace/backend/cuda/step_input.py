@@ -1,6 +1,4 @@
-"""Input of a step: one array of integers, which the host fills and copies to the device
-in one piece.
-"""
+"""Input of a step: one array of integers, which the host copies to the device in one piece."""
 
 from collections.abc import Sequence
 from math import prod
@@ -17,16 +15,14 @@ from headrace.batch import Ints, RaggedBatch
 from headrace.program.op import RowKind
 from headrace.program.trace import Program
 
-_ALIGNMENT = 4
-"""Parts begin at multiples of 4 integers, 16 bytes."""
+_ALIGNMENT = 4  # Parts begin at multiples of 4 integers, 16 bytes
 
 
 class StepInput:
-    """Input layout for steps of one shape, and its views on the device.
+    """Input of steps of one shape, and its views on the device.
 
-    The fixed parts end at `end`. Sampling tables follow, then block tables and paths of
-    draft trees. Padding rows have token 0 at position 0, no adapter, and the padding
-    slot.
+    The fixed parts end at `end`. Sampling tables follow, then block tables and paths.
+    Padding rows have token 0 at position 0, no adapter, and the padding slot.
     """
 
     def __init__(
@@ -55,8 +51,8 @@ class StepInput:
             end = self.end + prod(size)
             self._parts.append((self.end, end, size))
             self.end = -(-end // _ALIGNMENT) * _ALIGNMENT
+        # A row count for kernels that also process padding rows
         self.all_rows = torch.full((1,), np.iinfo(np.int32).max, dtype=torch.int32, device=DEVICE)
-        """A row count for kernels that also process padding rows."""
 
     def bind(self, device: torch.Tensor) -> None:
         views = self.views(device)
@@ -72,7 +68,7 @@ class StepInput:
         self.attention.bind(views[7:], device)
 
     def adapters_of(self, rows: RowKind) -> torch.Tensor:
-        """The adapter of each row of a kind; -1 for rows without one."""
+        # -1 for rows without an adapter
         first = self.shape.logit_rows
         gathered = self._gathered_adapters
         return {
@@ -83,10 +79,7 @@ class StepInput:
         }[rows]
 
     def fill(self, batch: RaggedBatch, views: Sequence[Ints], host: Ints, used: int) -> int:
-        """Write a batch to the views of an array, its block tables from `used` on.
-
-        Returns the end of the used part.
-        """
+        """Write a batch, with block tables from `host[used]` on; return their end."""
         (
             num_rows,
             tokens,
@@ -120,7 +113,6 @@ class StepInput:
         return self.attention.fill(batch, attention_views, host, used)
 
     def fill_with_padding(self, host: Ints) -> None:
-        """Write a step without rows."""
         host[: self.end] = 0
         _, _, source, _, adapters, _, gathered_adapters, *attention_views = self.views(host)
         for part in (source, adapters, gathered_adapters):

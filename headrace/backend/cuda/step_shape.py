@@ -7,10 +7,8 @@ from typing import NamedTuple
 from headrace.backend.cuda.workspace import Rows
 from headrace.batch import RaggedBatch
 
+# (max rows, multiple) of shapes; above the last, multiples of 256
 _STEPS = ((16, 4), (32, 8), (64, 16), (128, 32), (512, 64))
-"""(max rows, multiple): shapes up to max rows are multiples; above the last, multiples of
-256.
-"""
 
 
 _MAX_GRAPH_ROWS = 256
@@ -24,14 +22,11 @@ class StepShape(NamedTuple):
     logit_rows: int
     pooled_rows: int
     has_adapters: bool
+    # room for the partial results of draft trees; always in small steps
     has_trees: bool = True
-    """Whether there is room for the partial results of draft trees; always true for small
-    steps.
-    """
 
     @property
     def counts(self) -> Rows:
-        """Rows of each kind."""
         return {
             "step": self.rows,
             "gathered": self.logit_rows + self.pooled_rows,
@@ -61,7 +56,6 @@ def decoding(rows: int) -> StepShape:
 
 
 def prefill(rows: int, logit_rows: int) -> StepShape:
-    """Shape of steps with prompt chunks."""
     return StepShape(
         rows=round_up(rows),
         logit_rows=round_up(logit_rows),
@@ -72,15 +66,13 @@ def prefill(rows: int, logit_rows: int) -> StepShape:
 
 
 def graph_rows(max_rows: int) -> list[int]:
-    """Rows of the steps with graphs, largest first. Larger steps hide their launches."""
+    """Rows of the steps with graphs, largest first."""
     max_rows = round_up(min(max_rows, _MAX_GRAPH_ROWS))
     return sorted({round_up(rows) for rows in range(1, max_rows + 1)}, reverse=True)
 
 
 def round_up(rows: int) -> int:
-    """Smallest shape for `rows`: 1, 2, 4, 8 and so on, then steps that add an eighth to a
-    half.
-    """
+    """Smallest shape for `rows`: 1, 2, 4, 8, then steps that add an eighth to a half."""
     if rows <= 4:
         return 1 << (rows - 1).bit_length()
     step = next((step for max_rows, step in _STEPS if rows <= max_rows), 256)

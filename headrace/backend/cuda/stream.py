@@ -12,8 +12,7 @@ from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.kernels.speed import READ_BLOCK, multiply_add
 from headrace.backend.cuda.launch import Launch
 
-_HELD_ROUNDS = 10_000
-"""Dependent multiply-adds per timed launch, about 20 microseconds."""
+_HELD_ROUNDS = 10_000  # Dependent multiply-adds per timed launch, about 20 microseconds
 
 
 class Mark(Protocol):
@@ -22,22 +21,18 @@ class Mark(Protocol):
     def query(self) -> bool:
         """Whether the device has reached the mark."""
 
-    def synchronize(self) -> None:
-        """Wait until the device has reached the mark."""
+    def synchronize(self) -> None: ...
 
 
 class Stream(Protocol):
     """Work of a device, in order."""
 
-    has_graphs: bool
-    """Whether graphs save time."""
+    has_graphs: bool  # Whether graphs save time
 
     def run(self, launches: Sequence[Launch]) -> None: ...
 
     def capture(self, launches: Sequence[Launch]) -> Callable[[], None]:
-        """Make a graph of launches that have run before; the returned function runs it on
-        the same tensors.
-        """
+        """Make a graph of launches that have run before; return a function that runs it."""
 
     def times(self, launches: Sequence[Launch]) -> list[float]:
         """Run launches, wait for them, and return the seconds of each."""
@@ -48,28 +43,24 @@ class Stream(Protocol):
     def copy_overlapped(
         self, to: torch.Tensor, source: torch.Tensor, after: Sequence[Mark]
     ) -> Mark:
-        """Copy contiguous memory between host and device while the stream runs on; return
+        """Copy contiguous memory between host and device while the stream runs; return
         its mark.
 
-        The copy waits for the marks in `after`, and has no other order.
+        The copy waits only for the marks in `after`.
         """
 
     def mark(self) -> Mark:
-        """A mark after all earlier work. It covers an overlapped copy only if the stream
-        waited for it.
-        """
+        """A mark after all earlier work, without overlapped copies."""
 
     def wait_for(self, mark: Mark) -> None:
-        """Make later work on the device wait for a mark. The host does not wait."""
+        """Make later work on the device wait for a mark."""
 
     def catch_up(self) -> None:
-        """Prepare for tensor operations of the host itself, after all earlier work."""
+        """Prepare for tensor operations of the host, after all earlier work."""
 
 
 class CudaStream:
-    """torch's stream on this thread's GPU, which also orders all other work of torch and
-    Triton.
-    """
+    """torch's stream on this thread's GPU, which also orders work of torch and Triton."""
 
     has_graphs = True
 
@@ -121,9 +112,7 @@ class CudaStream:
 
     @cached_property
     def _copying(self) -> dict[str, Any]:
-        """Streams for copies to the host and to the device, by target; the GPU has an
-        engine for each.
-        """
+        # The GPU has one copy engine per direction.
         return {"cpu": torch.cuda.Stream(), "cuda": torch.cuda.Stream()}
 
 

@@ -13,11 +13,9 @@ from headrace.backend.cuda.stream import Mark, host_tensor
 from headrace.batch import Ints
 from headrace.logit_ops import StepResult
 
+# Max launches with integers in host memory: two steps of multi-step decoding. The
+# device runs one step while the host reads the other.
 MAX_SLOTS = 40
-"""Max launches with integers in host memory: two steps of multi-step decoding.
-
-The device runs one step while the host reads the other.
-"""
 
 
 class HostArray:
@@ -25,8 +23,7 @@ class HostArray:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self.array: NDArray[Any] = tensor.numpy()
-        """The same memory as `tensor`."""
+        self.array: NDArray[Any] = tensor.numpy()  # The same memory as `tensor`
         self._step: StepInput | None = None
         self._views: list[Ints] = []
 
@@ -38,13 +35,10 @@ class HostArray:
 
 
 class Slot:
-    """Host memory of one launch."""
-
     def __init__(self) -> None:
         self._whole: dict[str, HostArray] = {}
         self._parts: dict[str, tuple[tuple[int, ...], HostArray]] = {}
-        self.mark: Mark | None = None
-        """Mark after the last launch that used the slot."""
+        self.mark: Mark | None = None  # Mark after the last launch that used the slot
 
     def reserve(self, name: str, size: int, dtype: torch.dtype = torch.int32) -> HostArray:
         """An array of at least `size` numbers."""
@@ -72,7 +66,7 @@ class Slots:
         self._number = 0
 
     def next(self) -> Slot:
-        """A free slot. If all are in use, the results of the oldest launch are read first."""
+        """A free slot. If all are in use, reads the oldest launch first."""
         if not self._free:
             if self._number < MAX_SLOTS:
                 self._number += 1
@@ -86,7 +80,6 @@ class Slots:
         return slot
 
     def release(self, slot: Slot, mark: Mark) -> None:
-        """Free a slot that is unused after `mark`."""
         slot.mark = mark
         self._free.append(slot)
 
@@ -103,8 +96,7 @@ class CudaTicket:
     ) -> None:
         self._mark, self._read, self._in_flight = mark, read, in_flight
         self._result: StepResult | None = None
-        self.runs_on_host = runs_on_host
-        """Whether the host runs some of the ops."""
+        self.runs_on_host = runs_on_host  # Whether the host runs some of the ops
         in_flight.append(self)
 
     @property

@@ -1,5 +1,5 @@
-"""Weights of programs in GPU memory, packed once. Weights that an op reads together form
-one matrix if their layouts are equal.
+"""Weights in GPU memory, packed once. Weights that an op reads together are stacked if
+their layouts are equal.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from headrace.quant.formats import StoredTensor
 
 
 def sized(program: Program, tensors: Mapping[str, StoredTensor]) -> Program:
-    """The program with the bytes that its weights have on a GPU. Reads no tensor data."""
+    """The program with the bytes of its weights on a GPU."""
     matrices = {
         w.name: layout_of(tensors[w.name]).nbytes(w.rows, w.cols)
         for op in program.ops
@@ -58,7 +58,7 @@ def can_stack(tensors: Sequence[StoredTensor]) -> bool:
 
 
 class Weights:
-    """Packs weights at first use. Programs attached over the same KV share them, by name."""
+    """Packs weights at first use. Programs over the same KV share them, by name."""
 
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         self.tensors = dict(tensors)

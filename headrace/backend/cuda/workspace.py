@@ -1,6 +1,4 @@
-"""GPU memory for steps: the values of a program, reused after their last use, and scratch
-of single ops.
-"""
+"""GPU memory for steps: values of a program, reused after their last use, and scratch."""
 
 from collections.abc import Callable, Collection
 from typing import TypeVar, cast
@@ -13,15 +11,13 @@ from headrace.program.trace import Program
 
 _T = TypeVar("_T")
 
-Rows = dict[RowKind, int]
-"""Number of rows of each kind."""
+Rows = dict[RowKind, int]  # number of rows of each kind
 
 
 class Workspace:
-    """Tensors by name, which grow as needed. Programs that run in turn on one GPU share
-    them.
+    """Tensors by name, shared by programs that run in turn on one GPU.
 
-    `grown` counts replaced tensors; launches bound to an old tensor must be made again.
+    `grown` counts replaced tensors; launches bound to an old tensor are invalid.
     """
 
     def __init__(self) -> None:
@@ -41,7 +37,6 @@ class Workspace:
         return tensor[:rows]
 
     def once(self, key: str, make: Callable[[], _T]) -> _T:
-        """The result of `make`, cached by key."""
         if key not in self._others:
             self._others[key] = make()
         return cast(_T, self._others[key])
@@ -56,8 +51,7 @@ class Buffers:
 
     def __init__(self, program: Program, packed: torch.dtype, wide: Collection[int]) -> None:
         self._packed, self._wide = packed, wide
-        self.places: dict[int, str] = {}
-        """By value id."""
+        self.places: dict[int, str] = {}  # By value id
         last_use, free = program.last_use(), dict[tuple[int, str, torch.dtype], list[str]]()
         kept = {value.id for value in program.results}
         for index, op in enumerate(program.ops):
@@ -72,14 +66,14 @@ class Buffers:
                     free.setdefault(self._kind(value), []).append(self.places[value.id])
 
     def bind(self, workspace: Workspace, rows: Rows) -> Callable[[Value], torch.Tensor]:
-        """A function that returns the tensor of a value, [rows, width]."""
+        """A function from a value to its tensor, [rows, width]."""
         return lambda value: workspace.take(
             self.places[value.id], rows[value.rows], value.width, self.dtype(value)
         )
 
     def dtype(self, value: Value) -> torch.dtype:
-        """Type of a value: the multiply type if only linear ops read it, unless it is
-        wide; else float32.
+        """The multiply type if only linear ops read the value and it is not wide; else
+        float32.
         """
         return self._packed if value.packed and value.id not in self._wide else torch.float32
 
