@@ -30,9 +30,7 @@ ROW_FIELDS = 3
 class WorkArrays(NamedTuple):
     """Output arrays of `build_work`, views of the memory that is copied to the device."""
 
-    # [partials, FIELDS], as many as there is room for partial results of a row: each item has at
-    # least one of its own
-    items: Ints
+    items: Ints  # [partials, FIELDS]: each item has at least one partial result
     num_items: Ints  # [1]
     rows: Ints  # [rows, ROW_FIELDS], padding rows included
     paths: Ints  # [path entries]

@@ -33,15 +33,13 @@ def patch_interpreter() -> None:
         builder.create_fp_to_fp = _convert
         builder.create_dot = _dot
         options = interpreter.interpreter_builder.options
-        interpreter.interpreter_builder.options = replace(
-            options, sanitize_overflow=False
-        )  # a third of the time
+        # Overflow checks take a third of the time.
+        interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
         patch = interpreter._patch_lang_tensor
         interpreter._patch_lang_tensor = lambda tensor, scope: _patch_tensor(patch, tensor, scope)
-        # Triton changes its language for every kernel, and for every function that one calls, and
-        # changes it back: a third of the time.
+        # Patch Triton's language once, not for every kernel and function: a third of the time.
         interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-        interpreter._patch_lang = lambda fn: _AsItIs()
+        interpreter._patch_lang = lambda fn: _Unpatched()
 
 
 def interpret() -> None:
@@ -77,7 +75,7 @@ def _cast(self: Any, src: Any, dst_type: Any) -> Any:
     kind, data = dst_type.scalar, _floats(src)
     if kind in _OPAQUE:
         numbers = torch.from_numpy(np.ascontiguousarray(data, np.float32))
-        if kind == tl.float8e4nv:  # hardware gives the largest number for one that is beyond it
+        if kind == tl.float8e4nv:  # hardware saturates
             numbers = numbers.clamp(-448, 448)
         bits = (
             numbers.to(_TORCH[kind])
@@ -104,7 +102,7 @@ def _dot(
         return TensorHandle((products + d.data.astype(wide)).astype(d.data.dtype), d.dtype.scalar)
 
 
-class _AsItIs:
+class _Unpatched:
     def restore(self) -> None: ...
 
 

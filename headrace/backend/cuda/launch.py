@@ -14,8 +14,8 @@ class Launch(NamedTuple):
     constants: dict[str, Any]  # constexpr arguments, `num_warps` and `num_stages`
 
     def __call__(self) -> None:
-        # A product and a sum are rounded each: fused or not, as a compiler chooses for one shape of
-        # a tile and not for another, they would give a row other bits in another batch.
+        # Products and sums are rounded separately. The compiler would fuse them for some tile
+        # shapes only, so a row would have other bits in another batch.
         self.kernel[self.grid](*self.args, **self.constants, enable_fp_fusion=False)
 
     @property

@@ -71,11 +71,9 @@ class WeightLayout:
         groups = self.num_groups(cols)
         if number == "f32":
             return groups
-        return (
-            -(-groups // 2)
-            if number in ("f16", "bf16")
-            else -(-groups // 4) + -(-cols // (2 * SUPER_BLOCK))
-        )
+        if number in ("f16", "bf16"):
+            return -(-groups // 2)
+        return -(-groups // 4) + -(-cols // (2 * SUPER_BLOCK))
 
     def nbytes(self, rows: int, cols: int) -> int:
         """Bytes of a matrix with its scales and zeros."""
@@ -106,43 +104,32 @@ def layout_of(tensor: StoredTensor) -> WeightLayout:
 
 
 def _quantised(form: Format, spec: QuantSpec) -> WeightLayout:
-    scale = _scale_store(spec, spec.scale)
-    zero_store = None if spec.zero == "none" else _scale_store(spec, spec.zero_type)
-    if spec.codebook in ("e4m3", "e5m2"):
-        store: Store = "e4m3" if spec.codebook == "e4m3" else "e5m2"
-        return _grouped(
-            WeightLayout(
-                store=store,
-                tile=128,
-                group=spec.group,
-                scale=scale,
-                zero=spec.zero,
-                zero_store=zero_store,
-            )
-        )
     is_looked_up = spec.codebook in CODEBOOKS and spec.code_cols == 1
-    store = "int4" if spec.bits <= 4 and spec.code_cols == 1 else "int8"
-    if store == "int8":
-        offset = 0 if spec.zero == "none" else 128
+    store: Store
+    offset = 0
+    if spec.codebook == "e4m3":
+        store, is_looked_up = "e4m3", False
+    elif spec.codebook == "e5m2":
+        store, is_looked_up = "e5m2", False
+    elif spec.bits <= 4 and spec.code_cols == 1:
+        store = "int4"
+        if not is_looked_up and spec.zero == "none":
+            offset = -8 if form.split else -(1 << spec.bits - 1)
     else:
-        offset = (
-            0
-            if is_looked_up or spec.zero != "none"
-            else -8
-            if form.split
-            else -(1 << spec.bits - 1)
-        )
-    lookup = tuple(CODEBOOKS[spec.codebook]) if is_looked_up else ()
+        store = "int8"
+        if spec.zero != "none":
+            offset = 128
+
     return _grouped(
         WeightLayout(
             store=store,
             tile=128,
             group=spec.group,
-            scale=scale,
+            scale=_scale_store(spec, spec.scale),
             zero=spec.zero,
-            zero_store=zero_store,
+            zero_store=None if spec.zero == "none" else _scale_store(spec, spec.zero_type),
             offset=offset,
-            lookup=lookup,
+            lookup=tuple(CODEBOOKS[spec.codebook]) if is_looked_up else (),
         )
     )
 

@@ -65,11 +65,12 @@ class StepAttention:
     @property
     def sizes(self) -> list[tuple[int, ...]]:
         """Shapes of the arrays of `GroupInts`, group by group."""
+        # The number of items is padded to 4 integers, which aligns the rows after it.
         return [
             size
             for partials in self.partials
             for size in ((self._rows,), (partials, FIELDS), (4,), (self._rows, ROW_FIELDS))
-        ]  # the number of items stands before three numbers that align what follows
+        ]
 
     def bind(self, views: Sequence[torch.Tensor], array: torch.Tensor) -> None:
         """Take the device's views, in the order of `sizes`, and its whole array."""
@@ -131,13 +132,15 @@ class StepAttention:
         )
         sums = workspace.take("partial sums", partials, op.num_heads * summed_dim(op, store))
         weights = workspace.take("partial weights", partials, 2 * op.num_heads)
-        queries = workspace.take("turned queries", len(q), q.shape[1]) if store.uses_hadamard else q
-        key = f"slopes {op.slopes}"
-        slopes = (
-            workspace.once(key, lambda: torch.tensor(op.slopes, dtype=torch.float32, device=DEVICE))
-            if op.slopes
-            else None
-        )
+        queries = q
+        if store.uses_hadamard:
+            queries = workspace.take("hadamard queries", len(q), q.shape[1])
+        slopes: torch.Tensor | None = None
+        if op.slopes:
+            slopes = workspace.once(
+                f"slopes {op.slopes}",
+                lambda: torch.tensor(op.slopes, dtype=torch.float32, device=DEVICE),
+            )
         return attention(
             op,
             q,

@@ -77,8 +77,8 @@ class CudaStream:
         return launch_all
 
     def times(self, launches: Sequence[Launch]) -> list[float]:
-        # Meanwhile the host comes so far ahead that no kernel waits for its launch: the GPU would
-        # be seen to be slow.
+        # Keep the GPU busy until the host is far ahead: a kernel that waits for its launch would
+        # look slow.
         multiply_add(torch.zeros(READ_BLOCK, device="cuda"), _HELD_ROUNDS * len(launches))()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(launches) + 1)]
         for event, launch in zip(events, launches, strict=False):
