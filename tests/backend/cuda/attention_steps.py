@@ -1,8 +1,8 @@
-"""Layers of attention by themselves, on the GPU backend and on the reference: random rows written
-to their slots, and what they see.
+"""Attention layers alone, on the GPU backend and on the reference: random rows, and their
+results.
 
-A row's query, key and value follow from its token alone, so rows of one token after the same tokens
-are the same in any batch.
+A row's query, key and value depend only on its token. So rows of one token after the same
+tokens are equal in any batch.
 """
 
 from types import SimpleNamespace
@@ -40,10 +40,10 @@ from tests.backend.batches import Sequence, batch_of
 
 VOCAB = 40
 TILES = Tiles(rows=16, keys=16, split=32, programs=3, num_warps=4, num_stages=2)
-"""As small as they may be: contexts of a hundred tokens have several splits."""
+"""As small as possible, so that contexts of a hundred tokens have several splits."""
 TOLERANCE: dict[KvDtype, float] = {"f32": 1e-5, "bf16": 0.01, "fp8": 0.01, "int8": 0.01}
-"""Of the norm of the results: queries and weights of keys are rounded to bf16 with all stores but
-those of float32.
+"""Relative to the norm of results: except in float32 stores, queries and key weights are
+rounded to bf16.
 """
 
 
@@ -96,7 +96,7 @@ def on_device(x: Any, dtype: Any = torch.float32) -> Any:
 
 
 class Rows(NamedTuple):
-    """Those of each token, [VOCAB, width]."""
+    """Per token, [VOCAB, width]."""
 
     q: NDArray[np.float32]
     k: NDArray[np.float32]
@@ -115,8 +115,8 @@ class Rows(NamedTuple):
 
 
 class Device:
-    """A layer on the GPU backend. Its store begins as NaN, so that nothing is seen that no row of a
-    test has written.
+    """A layer on the GPU backend. Its store begins as NaN, which shows reads of unwritten
+    rows.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Device:
         self.sinks = on_device(sinks_of(layer)) if self.op.sinks else None
 
     def forget(self, blocks: Any) -> None:
-        """Fill blocks with NaN, and with codes that are the largest there are."""
+        """Fill blocks with NaN, or with the largest codes."""
         store = self.store
         for tensor in (store.keys, store.values, store.key_scales, store.value_scales):
             if tensor is not None:
@@ -152,8 +152,8 @@ class Device:
     def run(
         self, batch: RaggedBatch, padding: int = 0, spare: int = 500, packed: bool = False
     ) -> NDArray[np.float32]:
-        """The results of the rows of a step, [rows, heads * value_dim], after as many rows of
-        padding as there are.
+        """Results of the rows of a step, [rows, heads * value_dim], before an equal
+        number of padding rows.
         """
         op, num_rows = self.op, len(batch.tokens) + padding
         q, k, v = (
@@ -218,7 +218,7 @@ class Device:
 
 
 class Truth:
-    """The same layer on the reference backend."""
+    """The layer on the reference backend."""
 
     def __init__(
         self, layer: Layer, rows: Rows, dtype: KvDtype, num_blocks: int, block_size: int
@@ -257,7 +257,7 @@ def sinks_of(layer: Layer) -> NDArray[np.float64]:
 def shuffled_sequences(
     rng: np.random.Generator, number: int, blocks: int, block_size: int
 ) -> list[Sequence]:
-    """Sequences of so many blocks each; block 0 is no one's."""
+    """Sequences of shuffled blocks; block 0 is unused."""
     order = 1 + rng.permutation(number * blocks)
     return [
         Sequence([int(block) for block in part], block_size)
@@ -268,8 +268,8 @@ def shuffled_sequences(
 def random_steps(
     rng: np.random.Generator, sequences: list[Sequence], counts: list[int], nodes: int, steps: int
 ) -> Any:
-    """Steps of all sequences: so many known tokens, of which those are chosen, and trees of up to
-    so many nodes.
+    """Steps of all sequences: the known tokens, a choice of scheduled ones, and random
+    trees.
     """
     for _ in range(steps):
         known, drafts = [], []

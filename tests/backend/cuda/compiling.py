@@ -41,9 +41,7 @@ MULTIPROCESSORS = 132
 
 
 class Case(NamedTuple):
-    """A program to compile: a model of `SPECS`, formats of its matrices and of those of experts, of
-    KV, and rows of steps.
-    """
+    """A program to compile: a model of `SPECS`, its formats, KV dtype and rows of steps."""
 
     spec: str
     format: str
@@ -82,7 +80,7 @@ ALL = [
 
 
 class Driver(triton.backends.driver.DriverBase):  # type: ignore[misc]
-    """Stands for an H100 that is not there."""
+    """Stands for an H100."""
 
     def __init__(self) -> None: ...
 
@@ -109,7 +107,7 @@ class Driver(triton.backends.driver.DriverBase):  # type: ignore[misc]
 
 
 def pretend() -> None:
-    """From here on tensors of the backend have no memory, and Triton compiles for an H100."""
+    """Give later tensors no memory, and let Triton compile for an H100."""
     for name, module in list(sys.modules.items()):
         if name.startswith("headrace.backend.cuda"):
             for what, value in (("DEVICE", META), ("multiprocessors", lambda: MULTIPROCESSORS)):
@@ -120,7 +118,7 @@ def pretend() -> None:
 
 
 def executable_of(case: Case) -> CudaExecutable:
-    """The program of a case, with its first layers, among which there is one of each kind."""
+    """The program of a case, with its first layers, which include every kind of layer."""
     spec = SPECS[case.spec].first_layers(2)
     if spec.experts and case.spec == "latent":
         spec = replace(spec, experts=replace(spec.experts, num_experts=8))
@@ -131,7 +129,7 @@ def executable_of(case: Case) -> CudaExecutable:
 
 
 def launches_of(case: Case) -> Iterator[tuple[int, Launch]]:
-    """Rows of the steps and the launches, those of draws with the first."""
+    """Rows of the steps and the launches; the first step includes sampling."""
     executable = executable_of(case)
     for rows in case.rows:
         shape = StepShape(rows, min(rows, 64), 0, False)
@@ -151,7 +149,7 @@ def launches_of(case: Case) -> Iterator[tuple[int, Launch]]:
 
 
 def kind_of(launch: Launch) -> str:
-    """What decides which kernel Triton compiles for a launch."""
+    """The key of a compiled kernel."""
 
     def of(value: Any) -> str:
         if isinstance(value, torch.Tensor):
@@ -186,11 +184,11 @@ INSTRUCTIONS = {
     "barrier": r"\bBAR\.SYNC",
     "call": r"\bCALL\.",
 }
-"""Of the machine code, by what they are called in reports."""
+"""Machine instructions, by their name in reports."""
 
 
 def compile_launch(launch: Launch) -> dict[str, Any]:
-    """What a kernel needs, and how many instructions of each kind it has."""
+    """Resources of a kernel, and its instructions by kind."""
     kernel = launch.kernel.run(
         *launch.args, grid=launch.grid, warmup=True, **launch.constants, enable_fp_fusion=False
     )
@@ -210,8 +208,8 @@ def compile_launch(launch: Launch) -> dict[str, Any]:
 
 
 def _loop(code: str) -> dict[str, int]:
-    """Instructions of the longest loop that multiplies on tensor cores and has no such loop in it,
-    and how many move spilled registers.
+    """Instructions of the longest innermost loop on tensor cores, and the number that
+    move spilled registers.
     """
     instructions, labels, loops = list[str](), dict[str, int](), list[tuple[int, int]]()
     for line in code.splitlines():

@@ -1,4 +1,4 @@
-"""How many examples a test of kernels tries: few, as each costs milliseconds for every tile, and
+"""Number of examples per kernel test: few by default, since each tile costs milliseconds;
 more in `make test-triton`.
 """
 
@@ -6,5 +6,5 @@ import os
 
 
 def examples(number: int) -> int:
-    """So many by default, times HEADRACE_TRITON_EXAMPLES."""
+    """The default number times HEADRACE_TRITON_EXAMPLES."""
     return number * int(os.environ.get("HEADRACE_TRITON_EXAMPLES", "1"))

@@ -1,5 +1,5 @@
-"""Models in their real dimensions without numbers: tensors that take no memory, and weights that
-are made where they are used.
+"""Models in their real dimensions without data: tensors take no memory, weights are
+generated on the device.
 """
 
 from collections.abc import Sequence
@@ -115,14 +115,14 @@ SPECS |= {
         **{"rope": RopeSpec(8), "mla": MlaSpec(24, 16, is_absorbed=True), "experts": None},
     ),
 }
-"""Dimensions of SmolLM2-135M, Llama 3.2 1B and 3.1 8B, gpt-oss-20b and DeepSeek-V2-Lite, and of
-some small enough for the interpreter.
+"""SmolLM2-135M, Llama 3.2 1B and 3.1 8B, gpt-oss-20b, DeepSeek-V2-Lite, and models small
+enough for the interpreter.
 """
 
 
 def hollow_tensors(spec: ModelSpec, format: str, experts: str = "") -> dict[str, StoredTensor]:
-    """The tensors of a model, whose bytes are all one: matrices in a format, those of experts
-    perhaps in another, vectors in F32.
+    """Tensors of a model that share one byte: matrices in a format, experts perhaps in
+    another, vectors in F32.
     """
     return {
         name: hollow_tensor(
@@ -135,7 +135,7 @@ def hollow_tensors(spec: ModelSpec, format: str, experts: str = "") -> dict[str,
 
 
 def hollow_tensor(name: str, format: str, shape: tuple[int, ...]) -> StoredTensor:
-    """A matrix or a vector whose bytes are all one."""
+    """A matrix or a vector whose bytes are all the same byte."""
     form, rows = FORMATS[format], prod(shape[:-1])
     shapes = {
         "codes": (rows, shape[-1] // form.block, form.nbytes),
@@ -150,9 +150,7 @@ def hollow_tensor(name: str, format: str, shape: tuple[int, ...]) -> StoredTenso
 
 
 def make_weights_in_place(device: torch.device) -> None:
-    """Let weights of this process be random numbers from the device's own generator, whatever their
-    tensors say, and vectors be 1.
-    """
+    """Replace weights by random numbers from the device's generator, and vectors by 1."""
 
     def pack(tensors: Sequence[StoredTensor], layout: WeightLayout | None = None) -> PackedWeight:
         return random_weight(
@@ -168,7 +166,7 @@ def make_weights_in_place(device: torch.device) -> None:
 
 
 def random_weight(layout: WeightLayout, rows: int, cols: int, device: torch.device) -> PackedWeight:
-    """A matrix of a layout whose products with rows of a norm of 1 are of the order of 1."""
+    """A matrix of a layout that keeps the norm of rows near 1."""
     kind = packing._TYPES[layout.store]
     codes = torch.empty(rows, layout.row_bytes(cols) // kind.itemsize, dtype=kind, device=device)
     if layout.scale is None:

@@ -1,6 +1,4 @@
-"""A device that is late, for tests: what it is given waits until the host waits for it, or has to
-work on tensors by itself.
-"""
+"""A late device for tests: work waits until the host waits for it, or needs tensors itself."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,11 +10,10 @@ from headrace.backend.cuda.stream import HostStream, Mark
 
 
 class LateStream(HostStream):
-    """Does nothing before it must. What it copies from is spoilt once it has been read: the host
-    may not count on it.
+    """Runs work as late as possible, and overwrites source memory after a copy.
 
-    A copy beside is made when something waits for it, and where `is_early`, as soon as the marks
-    that it waits for are past.
+    An overlapped copy runs when other work waits for it, or, if `is_early`, once its
+    marks are reached.
     """
 
     has_graphs = True
@@ -27,11 +24,11 @@ class LateStream(HostStream):
         self._done = 0
         self._is_early = is_early
         self._overlapped: list[_OverlappedCopy] = []
-        """Those that are to be made early."""
+        """Copies to run early."""
         self.late = 0
         """Launches that waited."""
         self.late_copies = 0
-        """Copies beside that were not made at once."""
+        """Overlapped copies that did not run at once."""
         self.captured = 0
         self.replayed = 0
 
@@ -100,7 +97,7 @@ class LateStream(HostStream):
         self._waiting.append((self._given, work))
 
     def _copy_early(self) -> None:
-        """Make the copies beside that may be made, and those that these were in the way of."""
+        """Run the overlapped copies that are ready, and the copies that become ready."""
         while ready := [copy for copy in self._overlapped if copy.is_ready]:
             for copy in ready:
                 copy.synchronize()
@@ -119,7 +116,7 @@ class _LateMark:
 
 
 class _OverlappedCopy:
-    """A copy and the mark behind it."""
+    """A copy and its mark."""
 
     def __init__(self, to: torch.Tensor, source: torch.Tensor, after: Sequence[Mark]) -> None:
         self._to, self._source, self._after = to, source, tuple(after)

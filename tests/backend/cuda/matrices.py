@@ -1,4 +1,4 @@
-"""Random matrices in every stored format, and as stored ones are told apart."""
+"""Random matrices in every stored format."""
 
 import numpy as np
 
@@ -11,9 +11,7 @@ SUPER_BLOCKS = [name for name, form in FORMATS.items() if form.spec and form.spe
 
 
 def random_matrix(name: str, rows: int, blocks: int, seed: int) -> StoredTensor:
-    """A matrix with so many blocks of columns, of its format, or of 32; sometimes with columns that
-    fill no group.
-    """
+    """A matrix of `blocks` blocks of columns, sometimes with a partial last group."""
     if name in KINDS:
         return random_table(name, rows, (20 if seed % 3 == 0 else 32) * blocks, seed)
     size = FORMATS[name].block
@@ -21,8 +19,8 @@ def random_matrix(name: str, rows: int, blocks: int, seed: int) -> StoredTensor:
 
 
 def any_bytes(name: str, rows: int, blocks: int, seed: int) -> StoredTensor:
-    """A matrix of a format of GGUF files as a hostile file may have it: scales of all kinds, those
-    that are infinite or no number, too.
+    """A matrix in a GGUF format with hostile bytes: all kinds of scales, including
+    infinity and NaN.
     """
     form, rng = FORMATS[name], np.random.default_rng(seed)
     return StoredTensor.from_bytes(

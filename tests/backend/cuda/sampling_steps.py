@@ -1,4 +1,4 @@
-"""Launches of draws as an executable makes them."""
+"""Sampling launches as an executable makes them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +12,8 @@ from headrace.logit_ops import LogitOp, LogitOpResult
 
 
 class Steps:
-    """Launches ops on logits; each launch can be read later. `spare` rows of the logits are
-    padding, full of NaN.
+    """Launches ops on logits; each launch can be read later. `spare` rows of the logits
+    are padding, full of NaN.
     """
 
     def __init__(self, vocab: int, chunk: int = 32, listed: int = 32, spare: int = 1) -> None:

@@ -1,6 +1,4 @@
-"""The work lists of attention: every row sees what it should, once, and all fits where it
-should.
-"""
+"""Work lists of attention: every row sees its keys once, and all lists fit."""
 
 from contextlib import suppress
 from types import SimpleNamespace
@@ -55,8 +53,8 @@ def arrays_for(items: int, rows: int, paths: int) -> WorkArrays:
 def partial_results(
     work: WorkArrays, shape: GpuWork, table: NDArray[Any], num_rows: int
 ) -> dict[int, tuple[int, list[int]]]:
-    """Of each partial result its row and the slots that the row sees there, as the kernel reads the
-    lists.
+    """The row of each partial result and the slots that it covers, read as the kernel
+    reads the lists.
     """
     found: dict[int, tuple[int, list[int]]] = {}
     for first, rows, offset, low, end, begin, stop, ordinal, base, path in work.items[
@@ -84,7 +82,7 @@ def partial_results(
 
 
 def slots_seen(batch: RaggedBatch, shape: GpuWork) -> list[list[int]]:
-    """The slots that each row sees by the reference, and by the window."""
+    """Slots that each row sees in the reference and in the window."""
     executable: Any = SimpleNamespace(kv=SimpleNamespace(block_size=BLOCK))
     seen = []
     for slots in Step(executable, batch).visible(0):
@@ -126,7 +124,7 @@ def test_every_row_sees_its_keys_once_in_order(
 
 
 def decoding(contexts: list[int]) -> RaggedBatch:
-    """One row for each sequence."""
+    """One row per sequence."""
     number = len(contexts)
     ones = np.ones(number, np.int32)
     return RaggedBatch(
@@ -142,7 +140,7 @@ def decoding(contexts: list[int]) -> RaggedBatch:
     )
 
 
-def test_long_contexts_are_spread_where_others_would_wait_for_them() -> None:
+def test_long_contexts_are_split_into_items() -> None:
     work, shape = arrays_for(500, 64, 0), GpuWork(16, 8, 264, 512)
     assert build_work(decoding([8191] * 4), shape, 0, 1, work) == WorkSize(
         64, 0, 64
@@ -152,7 +150,7 @@ def test_long_contexts_are_spread_where_others_would_wait_for_them() -> None:
     assert (work.items[:259, 6] - work.items[:259, 5] == 1).all()
 
 
-def test_what_has_no_room_is_refused() -> None:
+def test_arrays_that_are_too_small_raise() -> None:
     with pytest.raises(ValueError, match="5 partial results of attention, and there is room for 4"):
         build_work(decoding([9] * 5), GpuWork(16, 1, 1, 16), 0, 1, arrays_for(4, 5, 0))
     rng = np.random.default_rng(0)
@@ -177,8 +175,8 @@ def test_what_has_no_room_is_refused() -> None:
         ({"context_len": [0, -1, 0]}, "a context has between"),
     ],
 )
-def test_batches_that_cannot_be_are_refused(wrong: dict[str, list[int]], message: str) -> None:
-    """Nothing is read or written behind the end of an array."""
+def test_invalid_batches_raise(wrong: dict[str, list[int]], message: str) -> None:
+    """No access goes beyond the end of an array."""
     batch = decoding([4, 5, 6])._replace(
         **{name: np.array(values, np.int32) for name, values in wrong.items()}
     )
@@ -186,7 +184,7 @@ def test_batches_that_cannot_be_are_refused(wrong: dict[str, list[int]], message
         build_work(batch, GpuWork(16, 1, 1, 16), 0, 1, arrays_for(9, 5, 0))
 
 
-def test_arrays_of_another_kind_are_refused() -> None:
+def test_arrays_of_another_dtype_raise() -> None:
     batch, work, good = decoding([4, 5, 6]), GpuWork(16, 1, 1, 16), arrays_for(9, 5, 0)
     with pytest.raises(ValueError, match="items must have 10 numbers"):
         build_work(batch, work, 0, 1, good._replace(items=np.zeros((9, 9), np.int32)))
@@ -202,10 +200,8 @@ def test_arrays_of_another_kind_are_refused() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 2**32 - 1))
-def test_whatever_it_is_given_it_writes_to_its_arrays_alone(shape: GpuWork, seed: int) -> None:
-    """Batches that are nearly right, with any bits for ancestors, and arrays that may be too
-    small.
-    """
+def test_build_work_writes_only_to_its_arrays(shape: GpuWork, seed: int) -> None:
+    """Nearly valid batches with random ancestor bits, and arrays that may be too small."""
     rng = np.random.default_rng(seed)
     rows_of = rng.integers(1, 9, rng.integers(1, 5))
     row_start = np.concatenate([[0], rows_of.cumsum()]) + (rng.random(len(rows_of) + 1) < 0.03)

@@ -1,5 +1,5 @@
-"""The kernels of whole programs compile for an H100, on any machine: within its memory and its
-registers, and to the instructions meant.
+"""Kernels of whole programs compile for an H100 on any machine, within its memory and
+registers, to the expected instructions.
 """
 
 import json
@@ -16,12 +16,12 @@ from tests.backend.cuda.examples import examples
 
 ROOT = Path(__file__).parents[3]
 SHARED_BYTES = 227 << 10
-"""What a program may have of the shared memory of a multiprocessor."""
+"""Shared memory of a multiprocessor that one program may use."""
 STACKS = {"rope_angles_kernel": 64}
-"""Bytes of a thread that lie in memory: sines of large numbers need some."""
-OF_LATENT_ROWS = 1280
-"""The same in attention over latent rows, whose sums of 512 numbers for 64 rows do not fit beside
-what is added to them: docs/internals/gpu.md.
+"""Stack bytes per thread: sines of large numbers need some."""
+LATENT_ROWS_STACK = 1280
+"""Stack bytes for attention over latent rows: sums of 512 numbers for 64 rows exceed the
+registers (docs/internals/gpu.md).
 """
 FEW_BYTES = 16
 
@@ -30,8 +30,8 @@ Kernel = dict[str, Any]
 
 @cache
 def kernels() -> list[Kernel]:
-    """Those of a few programs, or of all in `make test-triton`. Kernels of GPUs are compiled in a
-    process that does not interpret them.
+    """Kernels of a few programs, or of all in `make test-triton`. A process without the
+    interpreter compiles them.
     """
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {
@@ -55,7 +55,7 @@ def name_of(kernel: Kernel) -> str:
 
 
 def multiplies(kernel: Kernel) -> bool:
-    """Whether its products are those of tensor cores."""
+    """Whether the kernel multiplies on tensor cores."""
     constants = kernel["constants"]
     return (
         "PART" in constants
@@ -64,7 +64,7 @@ def multiplies(kernel: Kernel) -> bool:
     )
 
 
-def test_all_compile() -> None:
+def test_all_kernels_compile() -> None:
     failed = {name_of(kernel): kernel["error"] for kernel in kernels() if "error" in kernel}
     assert not failed, "\n".join(f"{name}\n{error}" for name, error in failed.items())
     assert {"linear_kernel", "attention_kernel", "kv_write_kernel", "sample_chunk_kernel"} <= {
@@ -73,8 +73,8 @@ def test_all_compile() -> None:
 
 
 @pytest.mark.parametrize(("what", "most"), [("shared", SHARED_BYTES), ("stack", FEW_BYTES)])
-def test_they_fit(what: str, most: int) -> None:
-    """Registers that spill lie in the stack."""
+def test_kernels_fit_in_memory_and_registers(what: str, most: int) -> None:
+    """Spilled registers lie in the stack."""
     found = {name_of(kernel): kernel[what] for kernel in kernels() if "error" not in kernel}
     allowed = {
         name_of(kernel): max(most, spilt(kernel) if what == "stack" else 0) for kernel in kernels()
@@ -83,13 +83,15 @@ def test_they_fit(what: str, most: int) -> None:
 
 
 def spilt(kernel: Kernel) -> int:
-    """Bytes of a thread that are known not to fit into registers."""
+    """Bytes per thread that are known not to fit into registers."""
     return (
-        OF_LATENT_ROWS if kernel["constants"].get("IS_LATENT") else STACKS.get(kernel["kernel"], 0)
+        LATENT_ROWS_STACK
+        if kernel["constants"].get("IS_LATENT")
+        else STACKS.get(kernel["kernel"], 0)
     )
 
 
-def test_products_are_those_of_tensor_cores() -> None:
+def test_products_use_tensor_cores() -> None:
     products = [kernel for kernel in kernels() if "error" not in kernel and multiplies(kernel)]
     assert products
     assert not [
@@ -103,9 +105,9 @@ def test_products_are_those_of_tensor_cores() -> None:
     ]
 
 
-def test_weights_are_on_their_way_while_others_are_multiplied() -> None:
-    """Loads of 16 bytes that no register waits for; those of 1 or 2 bytes would be waited for in
-    every round of the loop.
+def test_weight_loads_are_asynchronous() -> None:
+    """Loads of 16 bytes are asynchronous; loads of 1 or 2 bytes would stall each round of
+    the loop.
     """
     products = [kernel for kernel in kernels() if "error" not in kernel and multiplies(kernel)]
     assert not [name_of(kernel) for kernel in products if not kernel["instructions"].get("async")]

@@ -1,5 +1,5 @@
-"""What the GPU backend does together with the rest: models that draft, adapters, pooling, grammars,
-matrices that are not alike.
+"""The GPU backend with other features: draft models, adapters, pooling, grammars, mixed
+weight formats.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ ASKS: list[Ask] = [
 
 
 @pytest.mark.parametrize("how", ["draft_model", "self_draft", "medusa"])
-def test_models_that_draft_change_nothing(how: str) -> None:
+def test_draft_models_change_no_token(how: str) -> None:
     alone = [run_all(tiny_engine(MODEL, "cuda", kv_dtype="f32"), [ask])[0] for ask in ASKS]
     engine, _ = draft_engine(MODEL, how, "cuda", depth=2, width=2 if how == "draft_model" else 1)
     for one, other in zip(run_all(engine, ASKS), alone, strict=True):
@@ -39,7 +39,7 @@ def test_models_that_draft_change_nothing(how: str) -> None:
     assert engine.stats().drafted > 0 and engine.stats().proposer_failures == 0
 
 
-def test_adapters_of_rows_that_share_a_step() -> None:
+def test_adapters_of_rows_in_one_step() -> None:
     program = trace_model(SPEC, TENSORS)
     ours, truth = compile(program, TENSORS, KV, 1, "f32"), ReferenceExecutable(program, TENSORS, KV)
     base = logits(ours, [-1] * 4)
@@ -56,8 +56,8 @@ def test_adapters_of_rows_that_share_a_step() -> None:
     assert ours.add_adapter(made(16)) == 1
 
 
-def test_prompts_are_pooled() -> None:
-    """By rows whose bits do not depend on how prompts are cut."""
+def test_pooling() -> None:
+    """Results do not depend on how prompts are cut."""
     how, vectors = PoolingParams(pooling="mean"), []
     for backend, rows in (("cuda", 64), ("cuda", 3), ("reference", 64)):
         engine = tiny_engine(
@@ -92,7 +92,7 @@ def test_a_grammar_is_a_mask_on_the_device() -> None:
 
 
 def mixed_model() -> tuple[Any, Tensors]:
-    """Matrices that one op reads together in other formats, as GGUF files have them."""
+    """Matrices that one op reads together have different formats, as in GGUF files."""
     spec, tensors = tiny_model(1, dim=256, heads=4, kv_heads=2, ffn=256, layers=1)
     formats = {
         "q": "Q4_K",

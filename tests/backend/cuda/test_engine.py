@@ -1,4 +1,4 @@
-"""The whole engine on the GPU backend: the tokens of the reference, and promise 1, to the bit."""
+"""The engine on the GPU backend: the tokens of the reference, and promise 1, to the bit."""
 
 from functools import cache
 from typing import Any
@@ -24,11 +24,11 @@ from tests.tiny import run_all, tiny_engine
 EOS = (60,)
 VOCAB = 61
 LLAMA, WINDOWS, GEMMA, BLOOM, EXPERTS, LATENT = 2, 3, 6, 8, 10, 11
-"""Of the models of test_promise.py, one of each family: Q8_0, two kinds of windows, soft-caps and
+"""One model of each family in test_promise.py: Q8_0, two kinds of windows, soft-caps and
 norms of queries, ALiBi, experts, MLA.
 """
 NEAR_TIE = 0.2
-"""Between the log-probabilities of two tokens of which the GPU may take the other."""
+"""Max gap of log-probabilities at which the GPU may choose the other token."""
 FAMILIES = [LLAMA, WINDOWS, GEMMA, BLOOM, EXPERTS, LATENT]
 
 REQUESTS: list[Ask] = [
@@ -51,7 +51,7 @@ REQUESTS: list[Ask] = [
 
 @cache
 def alone(which: int, kv_dtype: str, activations: str) -> list[RequestOutput]:
-    """Every request by itself, in one piece, without drafts."""
+    """Each request in an engine of its own, in one piece, without drafts."""
     engine = tiny_engine(
         model(which),
         "cuda",
@@ -65,7 +65,7 @@ def alone(which: int, kv_dtype: str, activations: str) -> list[RequestOutput]:
 
 @pytest.mark.parametrize("which", FAMILIES)
 def test_tokens_are_those_of_the_reference(which: int) -> None:
-    """With weights, activations and KV in float32."""
+    """Weights, activations and KV are float32."""
     reference = tiny_engine(model(which), "reference", eos_ids=EOS, kv_dtype="f32", slots=800)
     for one, other in zip(alone(which, "f32", "f32"), run_all(reference, REQUESTS), strict=True):
         assert [output.token_ids for output in one.outputs] == [
@@ -80,9 +80,9 @@ def test_tokens_are_those_of_the_reference(which: int) -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["bf16", "int8", "fp8"])
 @pytest.mark.parametrize("which", [LLAMA, GEMMA])
-def test_in_other_formats_tokens_part_at_near_ties(which: int, kv_dtype: str) -> None:
-    """Activations are bf16 here and float64 in the reference, over the same weights and KV in the
-    same format.
+def test_tokens_in_other_formats_differ_only_at_near_ties(which: int, kv_dtype: str) -> None:
+    """Activations are bf16 here and float64 in the reference, over the same weights and
+    KV format.
     """
     one, other = (
         run_all(tiny_engine(model(which), backend, eos_ids=EOS, kv_dtype=kv_dtype), REQUESTS[:1])[
@@ -137,7 +137,7 @@ def test_same_request_same_tokens(
 
 
 def late_engine(which: int, prepared: bool, **config: Any) -> tuple[Engine, LateStream]:
-    """An engine on a device that is late, with graphs of its steps where it is prepared."""
+    """An engine on a late device, with graphs of its steps if prepared."""
     spec, tensors = model(which)
     stream = LateStream()
     program = trace_model(spec, tensors).with_pooled()
@@ -151,17 +151,17 @@ def late_engine(which: int, prepared: bool, **config: Any) -> tuple[Engine, Late
 
 
 @pytest.mark.parametrize("multi_step_ms", [0, 1e6])
-def test_graphs_and_results_that_come_late_change_nothing(multi_step_ms: float) -> None:
+def test_graphs_and_late_results_change_no_token(multi_step_ms: float) -> None:
     expected = alone(WINDOWS, "bf16", "int8")
     engine, stream = late_engine(WINDOWS, prepared=True, multi_step_ms=multi_step_ms)
     keeps_the_promise(engine, [0, 1, 3, 2], 1, expected, True, REQUESTS)
     assert stream.late > 10 and stream.captured >= 3 and stream.replayed >= 3
 
 
-def test_more_launches_in_a_row_than_the_host_has_memory_for(
+def test_more_launches_in_flight_than_slots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Multi-step decoding launches again and again before it reads anything."""
+    """Multi-step decoding launches repeatedly before it reads."""
     monkeypatch.setattr(ticket, "MAX_SLOTS", 3)
     ask = [([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True))]
     expected = run_all(tiny_engine(model(LLAMA), "cuda", eos_ids=EOS, kv_dtype="bf16"), ask)
@@ -172,7 +172,7 @@ def test_more_launches_in_a_row_than_the_host_has_memory_for(
     assert launched._slots._number == len(launched._slots._free) == 3
 
 
-def test_frequent_chunks_of_prompts_become_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frequent_prompt_chunks_become_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executable, "_RUNS_BEFORE_GRAPH", 2)
     monkeypatch.setattr(executable, "_MAX_LATE_GRAPHS", 1)
     asks = [
@@ -188,8 +188,8 @@ def test_frequent_chunks_of_prompts_become_graphs(monkeypatch: pytest.MonkeyPatc
     assert stream.captured == 2 and stream.replayed >= 3  # of one shape, and of its draws
 
 
-def test_steps_of_a_shape_allocate_nothing() -> None:
-    """What a graph launches again are the same tensors."""
+def test_repeated_steps_allocate_no_memory() -> None:
+    """Graphs replay launches on the same tensors."""
     engine, _ = late_engine(LLAMA, prepared=True)
     launched = engine._loop.executable
     assert isinstance(launched, CudaExecutable)
@@ -229,7 +229,7 @@ def test_beams_and_lossy_drafts_read_logits_on_the_host() -> None:
             ]
 
 
-def test_kv_that_it_does_not_keep_is_refused() -> None:
+def test_unsupported_kv_dtype_raises() -> None:
     spec, tensors = model(LLAMA)
     with pytest.raises(
         RequestError,

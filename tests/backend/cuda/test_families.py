@@ -1,5 +1,5 @@
-"""Every family and variant on the GPU backend: the logits of the reference, of a prompt, of what
-follows it and of a draft tree.
+"""Every model family on the GPU backend: logits of a prompt, of decoding and of a draft
+tree equal the reference.
 """
 
 import numpy as np

@@ -1,6 +1,4 @@
-"""Copies of blocks in the host's memory: the same bits, in the order of the stream, and engines
-that cannot tell.
-"""
+"""KV blocks in host memory: the same bits, in stream order, and the same results of engines."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +40,7 @@ LAYOUTS = [KvLayout(2, 16, 16), KvLayout(1, 24, 8), KvLayout(1, 16, 0)]
 
 
 def filled(layout: KvLayout, dtype: KvDtype, num_blocks: int, block_size: int) -> KvStore:
-    """A store of three layers with bytes of which no two blocks have the same."""
+    """A store of three layers whose blocks have different bytes."""
     store = KvStore(KvGroup((0, 1, 2), layout), num_blocks, block_size, dtype)
     rng = np.random.default_rng(0)
     for tensor in store.tensors:
@@ -53,7 +51,7 @@ def filled(layout: KvLayout, dtype: KvDtype, num_blocks: int, block_size: int) -
 
 
 def written(store: KvStore, block: int, stream: Stream) -> list[bytes]:
-    """What a step, which is given here, is to write to a block."""
+    """The bytes that a step writes to a block."""
     numbers = [
         host_tensor(tensor[:, block].nbytes, torch.uint8).random_(0, 120)
         for tensor in store.tensors
@@ -78,7 +76,7 @@ def bits(store: KvStore, block: int) -> list[bytes]:
     in_chunk=st.integers(1, 3),
     stream_name=st.sampled_from(sorted(STREAMS)),
 )
-def test_what_comes_back_is_what_went(
+def test_loaded_blocks_equal_saved_blocks(
     layout: KvLayout, dtype: KvDtype, block_size: int, in_chunk: int, stream_name: str
 ) -> None:
     stream = STREAMS[stream_name]()
@@ -107,12 +105,10 @@ def test_what_comes_back_is_what_went(
 
 @pytest.mark.parametrize("stream_name", STREAMS)
 @pytest.mark.parametrize("seed", range(4))
-def test_copies_are_seen_in_the_order_in_which_they_were_given(
+def test_saves_and_loads_keep_the_order_of_the_stream(
     stream_name: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of two groups that go, come back and are written by steps, with two staging blocks for
-    all of them.
-    """
+    """Saves, loads and steps on blocks of two groups, with two staging blocks in total."""
     monkeypatch.setattr(host_blocks, "_MAX_STAGING_BLOCKS", 2)
     stream, rng = STREAMS[stream_name](), np.random.default_rng(seed)
     stores = [filled(KvLayout(2, 16, 16), "int8", 4, 1), filled(KvLayout(1, 16, 0), "bf16", 4, 1)]
@@ -137,9 +133,9 @@ def test_copies_are_seen_in_the_order_in_which_they_were_given(
     assert not isinstance(stream, LateStream) or stream.late_copies > 100
 
 
-def test_the_last_copy_to_a_host_block_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though one to the same place was given before, and nothing waits for that until its staging
-    block is used again.
+def test_the_last_save_to_a_host_block_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier copy to the same host block may still be pending, as long as its staging
+    block is unused.
     """
     monkeypatch.setattr(host_blocks, "_MAX_STAGING_BLOCKS", 2)
     stream, store = LateStream(), filled(LAYOUTS[0], "bf16", 4, 4)
@@ -152,10 +148,8 @@ def test_the_last_copy_to_a_host_block_stays(monkeypatch: pytest.MonkeyPatch) ->
     assert bits(store, 3) == bits(store, 0) == bits(store, 2) != bits(store, 1)
 
 
-def test_blocks_come_back_while_steps_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that goes waits for them, as it may be what they have written; others come back
-    meanwhile.
-    """
+def test_loads_overlap_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save waits for the steps that write the block; a load overlaps them."""
     stream, store = (
         LateStream(is_early=True) if is_interpreting() else make_stream(),
         filled(LAYOUTS[0], "bf16", 4, 4),
@@ -193,7 +187,7 @@ def test_blocks_come_back_while_steps_run(monkeypatch: pytest.MonkeyPatch) -> No
     assert bits(store, 3) == bits(store, 1) and bits(store, 2) == bits(store, 0)
 
 
-def test_steps_wait_for_no_block_that_goes_while_there_is_staging() -> None:
+def test_steps_do_not_wait_for_saves_with_free_staging() -> None:
     stream, store = LateStream(), filled(LAYOUTS[0], "bf16", 4, 4)
     blocks = CudaHostBlocks([store], [4], stream)
     for block in (1, 2, 3):
@@ -202,12 +196,12 @@ def test_steps_wait_for_no_block_that_goes_while_there_is_staging() -> None:
     assert not any(blocks._saved[0, block].query() for block in (1, 2, 3))
 
 
-def test_bytes_are_shared_by_what_there_is() -> None:
+def test_host_bytes_are_split_between_groups() -> None:
     assert host_block_counts(1000, [(10, 20), (40, 5)]) == [25, 100]
     assert host_block_counts(39, [(10, 20), (40, 5)]) == [0, 3]
 
 
-def test_memory_is_pinned_as_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_is_pinned_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     store = filled(LAYOUTS[0], "bf16", 4, 4)
     monkeypatch.setattr(host_blocks, "_CHUNK_BYTES", 2 * store.block_bytes)
     blocks = CudaHostBlocks([store], [100], make_stream())
@@ -221,7 +215,7 @@ def test_memory_is_pinned_as_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> No
         blocks.save(0, 1, 2)
 
 
-def test_an_engine_whose_first_blocks_find_no_memory_does_not_start(
+def test_failed_pinning_at_start_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     executable = executable_over(make_stream(), 2, "bf16", 36)
@@ -250,7 +244,9 @@ def test_an_engine_whose_first_blocks_find_no_memory_does_not_start(
 
 
 @pytest.mark.parametrize("kv_dtype", traits_of("cuda").kv_dtypes)
-def test_staging_blocks_are_set_aside(kv_dtype: KvDtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_reserved_for_staging_blocks(
+    kv_dtype: KvDtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda: 1 << 30)
     program = executable_over(make_stream(), 3, kv_dtype, 36).program
     aside, without, uncached = (
@@ -288,7 +284,7 @@ REQUESTS: list[Ask] = [
 
 
 def executable_over(stream: Any, which: int, kv_dtype: KvDtype, slots: int) -> CudaExecutable:
-    """With so many slots in blocks of four."""
+    """With `slots` slots in blocks of four."""
     spec, tensors = model(which)
     program = trace_model(spec, tensors).with_pooled()
     kv = KvConfig((slots // 4,) * len(program.kv_groups), 4, kv_dtype)
@@ -312,11 +308,11 @@ def engine_over(stream: Any, which: int, kv_dtype: KvDtype, slots: int, **config
     ("which", "kv_dtype", "stream_name"),
     [(2, "bf16", "late"), (3, "fp8", "own"), (11, "int8", "early")],
 )
-def test_engines_cannot_tell(
+def test_offloaded_kv_changes_no_token(
     which: int, kv_dtype: KvDtype, stream_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests that recur and preempt each other, in a pool that holds one and a half of them:
-    tokens and log-probabilities to the bit.
+    """Requests recur and preempt each other in a pool for one and a half of them; tokens
+    and log-probabilities are equal to the bit.
     """
     ample = engine_over(make_stream(), which, kv_dtype, 200, prefix_cache=False)
     alone = [run_all(ample, [request])[0] for request in REQUESTS]

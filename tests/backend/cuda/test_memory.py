@@ -1,4 +1,4 @@
-"""Steps that fail, for want of memory or otherwise, and how much memory is set aside for them."""
+"""Failing steps, from lack of memory or otherwise, and the memory reserved for steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ from tests.tiny import run_all
 
 
 def failing(engine: Engine, stage: str, at: set[int], error: Exception) -> list[int]:
-    """Let a part of the launches of these numbers fail; returns the list that counts them."""
+    """Let a part of the launches with these numbers fail; returns the list that counts them."""
     executable, counted = engine._loop.executable, [0]
     whole: Callable[..., Any] = getattr(executable, stage)
 
@@ -47,9 +47,9 @@ def failing(engine: Engine, stage: str, at: set[int], error: Exception) -> list[
 
 
 @pytest.mark.parametrize("stage", ["_run", "_receive"])
-def test_an_engine_goes_on_after_a_launch_that_failed(stage: str) -> None:
-    """The same tokens, those with penalties too, though samplers had drawn in launches that are
-    never read.
+def test_engine_survives_a_failed_launch(stage: str) -> None:
+    """Tokens stay the same, also with penalties, although samplers took part in launches
+    that are never read.
     """
     expected = alone(WINDOWS, "bf16", "int8")
     engine, _ = late_engine(WINDOWS, prepared=False, multi_step_ms=0)
@@ -59,10 +59,8 @@ def test_an_engine_goes_on_after_a_launch_that_failed(stage: str) -> None:
     assert counted[0] > 5 and engine.stats().failed_steps == 2
 
 
-def test_a_launch_that_failed_has_drawn_nothing() -> None:
-    """Neither by what the host counts nor by what is on the device, whatever its kernels did
-    there.
-    """
+def test_failed_launch_changes_no_sampler_state() -> None:
+    """The state of host and device is unchanged."""
     ours, theirs, steps = sampler(), sampler(), Steps(VOCAB)
     assert tokens_of(steps.run(LOGITS[:1], [SampleOp(0, 0, ours)])) == [
         theirs.draw(LOGITS[0], 0, -1)[0]
@@ -79,7 +77,7 @@ def test_a_launch_that_failed_has_drawn_nothing() -> None:
     np.testing.assert_array_equal(ours.seen(), theirs.seen())
 
 
-def test_draws_that_cannot_be_begun_leave_nothing_begun() -> None:
+def test_sampling_that_cannot_start_changes_no_state() -> None:
     ours, steps = sampler(), Steps(VOCAB)
     other = steps.launch(LOGITS, [SampleOp(0, 0, ours)])
     ours.append(3)
@@ -93,7 +91,7 @@ def test_draws_that_cannot_be_begun_leave_nothing_begun() -> None:
     ]
 
 
-def test_a_request_whose_steps_fail_ends_alone() -> None:
+def test_only_the_failing_request_ends() -> None:
     expected = alone(LLAMA, "bf16", "int8")
     engine, _ = late_engine(LLAMA, prepared=False, multi_step_ms=0)
     failing(
@@ -113,7 +111,7 @@ def test_a_request_whose_steps_fail_ends_alone() -> None:
     assert [o.token_ids for o in again.outputs] == [o.token_ids for o in expected[3].outputs]
 
 
-def test_weights_and_kv_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_error_of_weights_and_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, tensors = model(LLAMA)
     program = trace_model(spec, tensors)
 
@@ -132,7 +130,7 @@ def test_weights_and_kv_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("which", [LLAMA, WINDOWS, EXPERTS, LATENT])
 @pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
-def test_what_is_set_aside_is_enough_for_the_largest_step(which: int, kv_dtype: Any) -> None:
+def test_run_bytes_are_enough_for_the_largest_step(which: int, kv_dtype: Any) -> None:
     spec, tensors = model(which)
     program = trace_model(spec, tensors).with_pooled()
     kv = KvConfig((8,) * len(program.kv_groups), 64, kv_dtype)
@@ -144,6 +142,6 @@ def test_what_is_set_aside_is_enough_for_the_largest_step(which: int, kv_dtype: 
     assert aside < 2**26
 
 
-def test_memory_that_is_free() -> None:
+def test_free_memory() -> None:
     free = memory.free_memory()
     assert free is None if is_interpreting() else free > 0

@@ -1,4 +1,4 @@
-"""The default model on the GPU backend, in float32: the tokens that float32 gives elsewhere. In the
+"""The default model on the GPU backend in float32: tokens equal other backends. In the
 interpreter a step takes a minute.
 """
 
@@ -18,7 +18,9 @@ GREEDY = json.loads((Path(__file__).parents[2] / "data" / "greedy.json").read_te
 
 
 def test_greedy_tokens_are_those_of_float32() -> None:
-    """The prompt and what followed it, in one step: the likeliest token of each row is the next."""
+    """The prompt and its continuation run in one step; the top token of each row is the
+    next token.
+    """
     checkpoint = open_checkpoint(resolve("smollm2"))
     program = trace_model(checkpoint.spec, checkpoint.tensors)
     executable = compile_program(

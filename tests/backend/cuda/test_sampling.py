@@ -1,7 +1,7 @@
-"""Draws on the device against the NumPy twin of the sampler and the native one: the same tokens.
+"""Sampling on the device against the NumPy twin and the native sampler: the same tokens.
 
-Scores in float64 decide on both sides, so the only allowance is the twin's own: a nucleus may end
-one token earlier or later where the share of its mass is within 10^-6 of `top_p`, as weights are
+Scores in float64 decide on both sides. The twin allows one exception: a nucleus may end
+one token earlier or later if its share is within 10^-6 of `top_p`, since weights are
 float32.
 """
 
@@ -67,7 +67,7 @@ def logits_of(seed: int, rows: int, vocab: int) -> np.ndarray:
     seed=st.integers(0, 2**32 - 1),
     data=st.data(),
 )
-def test_draws_are_those_of_the_twin(vocab: int, seed: int, data: st.DataObject) -> None:
+def test_sampled_tokens_equal_the_numpy_twin(vocab: int, seed: int, data: st.DataObject) -> None:
     samplers = data.draw(st.lists(sampler_options(vocab), min_size=1, max_size=4))
     natives = [_native.Sampler(vocab, **options) for options in samplers]
     twins = [twin.SamplerTwin(vocab, **options) for options in samplers]
@@ -126,9 +126,11 @@ def trees(draw: st.DrawFn, vocab: int) -> DraftTree:
 
 @settings(max_examples=examples(6), deadline=None)
 @given(vocab=st.sampled_from([2, 3, 40]), seed=st.integers(0, 2**32 - 1), data=st.data())
-def test_trees_give_what_the_host_gives(vocab: int, seed: int, data: st.DataObject) -> None:
-    """With masks, penalties, log-probabilities and rows that are not finite, which count only where
-    the way leads.
+def test_draft_trees_give_the_tokens_of_the_host(
+    vocab: int, seed: int, data: st.DataObject
+) -> None:
+    """With masks, penalties, log-probabilities, and rows that are not finite, which count
+    only on the accepted path.
     """
     options = data.draw(st.lists(sampler_options(vocab), min_size=1, max_size=3))
     natives, on_host = ([_native.Sampler(vocab, **one) for one in options] for _ in range(2))
@@ -171,7 +173,7 @@ def _masks(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
 
 
 def assert_same(got: Any, wanted: Any) -> None:
-    """The same tokens and ranks, and log-probabilities but for their rounding."""
+    """Tokens and ranks are equal, log-probabilities up to rounding."""
     assert (got is None) == (wanted is None)
     if isinstance(got, SampleResult):
         assert got[:2] == wanted[:2]
@@ -186,8 +188,8 @@ def assert_same(got: Any, wanted: Any) -> None:
 
 
 def test_a_tree_gives_the_tokens_of_plain_decoding() -> None:
-    """Drafts of the very tokens, among others, are accepted to the end, and penalties count what is
-    on the way.
+    """Drafts that contain the true tokens are accepted completely, and penalties count
+    the path.
     """
     vocab, options = (
         50,
@@ -215,7 +217,7 @@ def test_a_tree_gives_the_tokens_of_plain_decoding() -> None:
     ]
 
 
-def test_ops_of_all_kinds_in_one_launch() -> None:
+def test_all_kinds_of_logit_ops_in_one_launch() -> None:
     vocab = 70
     logits = np.random.default_rng(1).normal(0, 2, (4, vocab)).astype(np.float32)
     logits[3, 5] = np.nan
@@ -238,7 +240,7 @@ def test_ops_of_all_kinds_in_one_launch() -> None:
     assert_same(got[2], wanted[2])
 
 
-def test_which_ops_run_on_the_device() -> None:
+def test_runs_on_device() -> None:
     sampler = _native.Sampler(5, [])
     draft = DraftTree([1], [-1])
     assert runs_on_device(SampleOp(0, 0, sampler, draft)) and runs_on_device(
@@ -256,8 +258,8 @@ def test_which_ops_run_on_the_device() -> None:
 
 @settings(max_examples=examples(4), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), data=st.data())
-def test_a_row_alone_is_the_row_in_a_crowd(seed: int, data: st.DataObject) -> None:
-    """To the bit: its log-probabilities too."""
+def test_sampling_does_not_depend_on_the_batch(seed: int, data: st.DataObject) -> None:
+    """Equal to the bit, including log-probabilities."""
     vocab, size = 100, 3
     options = [data.draw(sampler_options(vocab)) for _ in range(size)]
     logits = logits_of(seed, size, vocab)

@@ -1,4 +1,6 @@
-"""The noise of draws on the device: Philox to the bit, Gumbel variates in both precisions."""
+"""The noise of sampling on the device: Philox to the bit, Gumbel variates in both
+precisions.
+"""
 
 from typing import Any
 
@@ -52,7 +54,7 @@ def _zeros(size: int, kind: Any) -> torch.Tensor:
     first=st.integers(0, 2**22).map(lambda quads: 4 * quads),
 )
 @example(position=0xFFFFFFFF, seq_index=0xFFFFFFFF, low=0xFFFFFFFF, high=0xFFFFFFFF, first=0)
-def test_words_are_those_of_the_native_generator(
+def test_philox_words_equal_the_native_generator(
     position: int, seq_index: int, low: int, high: int, first: int
 ) -> None:
     row = np.zeros(COLUMNS, np.uint32)
@@ -77,7 +79,9 @@ def test_words_are_those_of_the_native_generator(
 
 
 def test_gumbel_variates() -> None:
-    """Of the smallest and largest words, those where the series takes over, and others."""
+    """The smallest and largest words, the words at the switch to the series, and random
+    words.
+    """
     edges = [0, 1, 2**31, 2**32 - 1, 2**32 - 2, 2**32 - 2**28, 2**32 - 2**28 - 1, 2**32 - 2**28 + 1]
     words = np.concatenate([edges, np.random.default_rng(0).integers(0, 2**32, 1016)]).astype(
         np.uint32

@@ -1,4 +1,4 @@
-"""The state of penalties on the device, with launches in flight, and what becomes of it."""
+"""The state of penalties on the device, with launches in flight."""
 
 import gc
 from typing import Any
@@ -31,7 +31,7 @@ def tokens_of(results: list[Any]) -> list[int]:
     return [token for result in results for token in result.tokens]
 
 
-def test_what_a_native_sampler_says_of_itself() -> None:
+def test_options_of_a_native_sampler() -> None:
     given = {
         "vocab": VOCAB,
         "seq_index": 3,
@@ -61,9 +61,9 @@ def test_what_a_native_sampler_says_of_itself() -> None:
     assert not plain.has_penalties and plain.num_appended == 1 and plain.seen().shape == (2, 0)
 
 
-def test_launches_in_flight_count() -> None:
-    """Launches are issued before those before them are read, plain and with drafts: the host's
-    tokens come out.
+def test_penalties_count_launches_in_flight() -> None:
+    """Launches start before earlier ones are read, plain and with drafts; tokens equal
+    the host's.
     """
     ours, theirs, steps = sampler(), sampler(), Steps(VOCAB)
     expected = [theirs.draw(LOGITS[0], position, -1)[0] for position in range(3)]
@@ -82,7 +82,7 @@ def test_launches_in_flight_count() -> None:
     assert ours.num_appended == theirs.num_appended == 6
 
 
-def test_tokens_that_are_appended_elsewhere_are_seen() -> None:
+def test_tokens_appended_by_the_host_are_uploaded() -> None:
     ours, theirs, steps = sampler(), sampler(), Steps(VOCAB)
     for position in range(3):
         assert tokens_of(steps.run(LOGITS[:1], [SampleOp(0, position, ours)])) == [
@@ -103,7 +103,7 @@ def test_tokens_that_are_appended_elsewhere_are_seen() -> None:
     assert tokens_of(steps.run(LOGITS[:1], [next_draw])) == [theirs.draw(LOGITS[0], 4, -1)[0]]
 
 
-def test_forks_have_states_of_their_own() -> None:
+def test_forked_samplers_have_separate_states() -> None:
     ours, theirs, steps = [sampler()], [sampler()], Steps(VOCAB)
     steps.run(LOGITS[:1], [SampleOp(0, 0, ours[0])])
     theirs[0].draw(LOGITS[0], 0, -1)
@@ -114,7 +114,7 @@ def test_forks_have_states_of_their_own() -> None:
         assert tokens_of(drawn) == [each.draw(LOGITS[0], position, -1)[0] for each in theirs]
 
 
-def test_slots_are_given_back_and_grow() -> None:
+def test_penalty_slots_are_freed_and_grow() -> None:
     steps = Steps(VOCAB)
     assert (
         steps.sampler.begin([SampleOp(0, 0, _native.Sampler(VOCAB, []))]).layout.slots == 0
@@ -138,7 +138,7 @@ def test_slots_are_given_back_and_grow() -> None:
     assert steps.sampler.begin([]).layout.slots == 8
 
 
-def test_what_is_not_finite_leaves_nothing() -> None:
+def test_logits_that_are_not_finite_change_no_state() -> None:
     ours, theirs, steps = sampler(), sampler(), Steps(VOCAB)
     bad = LOGITS[:1].copy()
     bad[0, 7] = np.nan
@@ -155,7 +155,7 @@ def test_what_is_not_finite_leaves_nothing() -> None:
     ]
 
 
-def test_tokens_of_the_host_are_put_where_those_of_the_device_are() -> None:
+def test_set_last_tokens() -> None:
     steps = Steps(VOCAB)
     steps.sampler.set_last_tokens([3, 5], [SampleResult([4, 6], [0], []), None])
     assert steps.sampler.last_tokens[:6].tolist() == [0, 0, 0, 6, 0, 0]
@@ -163,10 +163,8 @@ def test_tokens_of_the_host_are_put_where_those_of_the_device_are() -> None:
         steps.sampler.begin([SampleOp(0, 0, _native.Sampler(VOCAB + 1, []))])
 
 
-def test_a_sampler_option_that_the_gpu_does_not_know_is_an_error() -> None:
+def test_unknown_sampler_options_raise() -> None:
     class Later:
-        """A native sampler with an option that the GPU does not implement."""
-
         options = sampler().options | {"typical_p": 0.5}
         has_penalties = False
 
