@@ -52,7 +52,7 @@ def _print(facts: dict[str, Any]) -> None:
         "This machine",
         {
             "processor": facts["cpu"],
-            "instruction set": f"{facts['isa']}, of {', '.join(facts['isas'])}",
+            "instruction set": f"{facts['isa']}, of {', '.join(facts['isas'])}{_missing(facts)}",
             "cores": f"{facts['cores']} usable; {facts['processors']} of "
             f"{facts['processors_of_machine']} logical processors",
             "memory nodes": _numa_nodes(facts["numa_nodes"]),
@@ -76,6 +76,14 @@ def _print(facts: dict[str, Any]) -> None:
         },
     )
     _print_gpu(facts)
+
+
+def _missing(facts: dict[str, Any]) -> str:
+    """A hint if the build has no kernels for the best instruction set of this processor."""
+    best = facts["best_isa"]
+    if best in facts["isas"]:
+        return ""
+    return f"; this build has no {best} kernels: install it again on this machine"
 
 
 def _numa_nodes(counts: dict[int, int]) -> str:

@@ -20,6 +20,7 @@ def describe_machine(threads: int = 0) -> dict[str, Any]:
         "cpu": machine.cpu,
         "isa": os.environ.get("HEADRACE_ISA") or machine.isa,
         "isas": _native.isas(),
+        "best_isa": _native.processor_isas()[-1],
         "cores": host.usable_cores(),
         "processors": len(host.usable_processors()),
         "processors_of_machine": os.cpu_count(),
