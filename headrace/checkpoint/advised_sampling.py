@@ -1,5 +1,3 @@
-"""Sampling parameters advised by a model's authors."""
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

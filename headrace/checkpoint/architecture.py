@@ -1,5 +1,3 @@
-"""Finds the family of a model's files."""
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

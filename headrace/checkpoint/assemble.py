@@ -58,8 +58,6 @@ def _shapes(spec: ModelSpec, places: Mapping[str, Located]) -> dict[str, tuple[i
 
 
 class _Needed:
-    """The shape of a file's tensor, from our tensors that share it."""
-
     def __init__(self) -> None:
         self._numbers = 0
         # Stored rows by our tensor, or by the first row of a slab that several of ours share.
@@ -67,7 +65,6 @@ class _Needed:
         self._is_vector = False
 
     def add(self, name: str, shape: tuple[int, ...], slab: int | None) -> None:
-        """`slab` is the first row of a transposed slab."""
         self._numbers += math.prod(shape)
         self._is_vector = len(shape) == 1
         self._rows[name if slab is None else slab] = shape[0] if slab is None else shape[1]

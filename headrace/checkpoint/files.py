@@ -16,7 +16,6 @@ MAX_CONFIG_BYTES = 16 << 20
 """The largest known files have 2 MB."""
 _MAX_NAME_BYTES = 255
 _MAX_JSON_VALUES = 2_000_000
-"""Values take far more memory than their JSON."""
 
 
 def map_file(path: Path) -> mmap.mmap:

@@ -22,15 +22,12 @@ _MAX_TEMPLATE_BYTES = 1 << 20
 
 @frozen(eq=False)
 class Folder:
-    """A folder with a checked `config.json`."""
-
     path: Path
     config: JsonFields
     layout: ConfigLayout
     spec: ModelSpec
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Read the tensors, and join the parts of quantised tensors."""
         tensors, quantisation = read_folder(self.path), self.config.get(_QUANTISATION)
         if quantisation is None:
             return tensors

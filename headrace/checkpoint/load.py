@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _MAX_LAYERS = 4096
 _MAX_EXPERTS = 1 << 16
-"""Limit of experts in all layers together."""
 _MAX_SIZE = 2**31 - 1
 _MAX_WIDTH = 1 << 20
 """Limit of query columns, which bounds tables per column."""

@@ -40,14 +40,11 @@ _TEKKEN = (
 
 @frozen
 class PreTokenizer:
-    """Expressions that split text in turn."""
-
     expressions: tuple[str, ...]
     whole_words: bool = False
-    """A word that is a token is not merged (`ignore_merges`)."""
+    """`ignore_merges`."""
     adds_bos: bool = False
     composes: bool = False
-    """Text is normalised to Unicode NFC."""
 
     def build(self) -> pre_tokenizers.PreTokenizer:
         splits = [

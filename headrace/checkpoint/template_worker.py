@@ -37,8 +37,6 @@ _HEAD = 4
 
 
 class _Refusal(Exception):
-    """An error that the template or the messages cause."""
-
     def __init__(self, blame: str, message: str) -> None:
         super().__init__(message[:_MAX_MESSAGE])
         self.blame = blame

@@ -19,7 +19,6 @@ from typing import Any
 from headrace.errors import ClosedError, FormatError, RequestError
 
 _SECONDS = 2
-"""CPU time of a rendering."""
 _PATIENCE = 60.0
 """Seconds of a rendering on a busy machine."""
 _MEMORY = 512 << 20
@@ -124,7 +123,6 @@ class Renderer:
                 worker.stop()
 
     def _leave_parent(self) -> None:
-        """In a fork the process is the parent's, and the lock may be held forever."""
         if self._owner != os.getpid():
             self._owner, self._lock, self._worker = os.getpid(), RLock(), None
 

@@ -64,8 +64,6 @@ def library_calls(subject: str, error: type[HeadraceError] = FormatError) -> Ite
 
 @frozen
 class Vocabulary:
-    """Facts about tokens that the tokenizer lacks."""
-
     byte_level: bool
     """GPT-2's byte alphabet, otherwise U+2581 for a space."""
     strip_space: bool = False
@@ -102,7 +100,6 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """The embedding may have more rows."""
         with library_calls("the tokenizer"):
             return self._parsing.get_vocab_size(with_added_tokens=True)
 

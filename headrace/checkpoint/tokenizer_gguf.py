@@ -13,11 +13,10 @@ from headrace.errors import FormatError, UnsupportedModelError
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _ADDED = (_UNKNOWN, _CONTROL, _USER_DEFINED)  # matched before the text is split
 _NEVER = -1e6
-"""Score of an impossible unigram token."""
 _MAX_PIECE = 512
 """Merges of a SentencePiece token take quadratic time."""
 _MAX_MERGES = 8
-"""Mean merges per SentencePiece token; real vocabularies have two or three."""
+"""Real vocabularies have two or three."""
 
 _PREFIX = "tokenizer.ggml."
 

@@ -11,7 +11,6 @@ from headrace.errors import FormatError
 
 _MAX_GROWTH = 256
 _ADDED_ONCE = 64
-"""Characters or tokens that a file may add around a text."""
 
 
 def check_growth(backend: tokenizers.Tokenizer, where: str) -> None:
@@ -30,7 +29,6 @@ def check_growth(backend: tokenizers.Tokenizer, where: str) -> None:
 
 
 def _growth(part: dict[str, Any]) -> int:
-    """An upper bound, without Unicode's own growth of up to 18 times."""
     match part:
         case {"type": "Sequence", "normalizers": parts} | {"type": "Sequence", "processors": parts}:
             return math.prod(map(_growth, parts))

@@ -1,4 +1,4 @@
-"""Sources of model files in wheels. Imports little."""
+"""Sources of model files in wheels. Imports little, because every start imports it."""
 
 import os
 import re
@@ -17,8 +17,6 @@ _UNPINNED = "unpinned"
 
 @frozen
 class WheelSource:
-    """A file in a wheel."""
-
     distribution: str
     version: str | None
     member: str

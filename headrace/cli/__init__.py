@@ -7,7 +7,6 @@ import os
 
 
 def entry() -> None:
-    """Run the command line of this process, and exit with its code."""
     try:
         from headrace.cli.process import run_process
     except KeyboardInterrupt:

@@ -84,7 +84,6 @@ PARALLEL = (
 
 
 def add_parallel(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments for several ranks, with vLLM's names."""
     group = parser.add_argument_group(
         "parallelism", "Processes on this machine, or started by torchrun. Tokens stay the same."
     )
@@ -128,7 +127,6 @@ def add_parallel(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> "EngineOptions":
-    """The options of `add_compute` and `add_parallel` that are set."""
     names = ("backend", "threads", "kv_dtype", "activations", *PARALLEL)
     options = {name: getattr(args, name) for name in names if hasattr(args, name)}
     return cast("EngineOptions", options)
@@ -170,8 +168,6 @@ def add_json(parser: Arguments) -> None:
 
 
 def whole_number(minimum: int, maximum: int) -> Callable[[str], int]:
-    """An argument type: a whole number within bounds."""
-
     def parse(text: str) -> int:
         message = f"{text[:_MAX_DIGITS]!r} is not a whole number from {minimum:,} to {maximum:,}"
         (number,) = _parse([text], message, minimum, maximum)

@@ -96,7 +96,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _add_setting(group: Arguments, name: str, text: str) -> None:
-    """Without the flag the namespace lacks the setting, which `_settings` must know."""
     default = next(settings[name] for settings in SETTINGS.values() if name in settings)
     minimum = 0 if name in _MAY_BE_ZERO else 1
     takes_several = isinstance(default, tuple)
@@ -112,7 +111,6 @@ def _add_setting(group: Arguments, name: str, text: str) -> None:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of this kind. Raises RequestError for a setting of the other kind."""
     for kind, settings in SETTINGS.items():
         for name in settings.keys() & vars(args).keys():
             if kind != args.kind:

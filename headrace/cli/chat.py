@@ -16,8 +16,6 @@ turn."""
 
 
 class Chat:
-    """A conversation that grows."""
-
     def __init__(
         self,
         session: Session,

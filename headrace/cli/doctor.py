@@ -87,7 +87,6 @@ def _missing(facts: dict[str, Any]) -> str:
 
 
 def _numa_nodes(counts: dict[int, int]) -> str:
-    """A page of weights or KV lies on the NUMA node of the thread that writes it first."""
     if len(counts) < 2:
         return "one for all cores" if counts else "unknown"
     nodes = ", ".join(f"node {node} near {count} processors" for node, count in counts.items())

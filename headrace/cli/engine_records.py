@@ -115,7 +115,6 @@ class EngineWatcher:
             ) from None
 
     def _read_record(self, file: Path) -> Record | None:
-        """None if the file has vanished or is no record of this version."""
         try:
             is_stale = self.now() - file.stat().st_mtime > _STALE_SECONDS
             if is_stale and not _is_alive(int(file.stem.partition("-")[0])):

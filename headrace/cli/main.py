@@ -101,7 +101,6 @@ def _settle(stream: TextIO) -> OSError | None:
 
 
 def _interrupt_before(error: BaseException) -> BaseException | None:
-    """The signal behind an error: argparse fails while it cleans up."""
     before: BaseException | None = error
     while before and not isinstance(before, KeyboardInterrupt):
         before = before.__context__

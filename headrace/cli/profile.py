@@ -35,7 +35,6 @@ EXAMPLES = """\
 _BATCHES = "1,4,8,16,32"
 _MAX_COUNT = 2**20
 _DRIFT = 0.1
-"""Relative difference of measurements that causes a note."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

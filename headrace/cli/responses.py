@@ -47,7 +47,6 @@ def print_responses(
 
 
 def in_order(updates: Iterable[Update], count: int) -> Iterator[str]:
-    """Yield the text of one response after another, as soon as possible."""
     waiting = [""] * count
     ended: set[int] = set()
     current = 0

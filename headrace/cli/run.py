@@ -245,7 +245,6 @@ def _adapter(lora: str | None) -> tuple[str, str] | None:
 
 
 def _prompt(args: argparse.Namespace) -> str | None:
-    """The prompt; None for a chat."""
     prompt: str | None = args.prompt
     if args.model == "-" and prompt is None:
         args.model, prompt = DEFAULT_MODEL, "-"

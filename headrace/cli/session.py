@@ -28,7 +28,6 @@ class Session:
     def __init__(
         self, model: str, config: EngineConfig, adapter: tuple[str, str] | None = None
     ) -> None:
-        """`adapter` is the name and the path of a LoRA adapter."""
         self._engine, self._prompts, _, self._checkpoint = load_model(model, config)
         self.config = self._engine.config
         # All objects of the model stay, so the collector need not visit them, at exit either.

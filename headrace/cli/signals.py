@@ -92,7 +92,6 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 def _unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Exit on an interrupt that Python cannot raise, such as in a callback of the collector."""
     if isinstance(unraisable.exc_value, Ended):
         os._exit(unraisable.exc_value.code)
     sys.__unraisablehook__(unraisable)

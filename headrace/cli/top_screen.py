@@ -15,7 +15,6 @@ from headrace.measure.table import printable
 from headrace.stats import KvStats, Stats, ratio
 
 _INACTIVE_SECONDS = 2.0
-"""Age of a record of an inactive engine without requests."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _STATES = {

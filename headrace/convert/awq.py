@@ -32,11 +32,7 @@ def awq(
     threads: int,
     on_progress: ProgressCallback,
 ) -> tuple[Scalings, dict[str, Floats]]:
-    """Choose the scalings, and mean squares [cols] of scaled inputs by matrix.
-
-    Inputs that cannot be scaled have mean squares only; down projections of experts have
-    neither.
-    """
+    """Choose the scalings, and mean squares [cols] of scaled inputs by matrix."""
     groups = scaling_groups(trace_model(spec, tensors), names)
     group_of = {name: group for group in groups for name in group.readers}
     scalings = Scalings()
@@ -56,7 +52,6 @@ def awq(
 def _best_factors(
     group: ScalingGroup, products: Floats, matrices: list[StoredTensor], target: QuantSpec
 ) -> Floats:
-    """Minimise tr(dW H dW^T), for rounding errors dW and H = X^T X."""
     activations = np.sqrt(
         np.bincount(group.columns, np.diag(products)) / np.bincount(group.columns)
     ).astype(np.float32)

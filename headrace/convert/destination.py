@@ -1,5 +1,3 @@
-"""The place of a converted model."""
-
 import os
 import shutil
 from collections.abc import Iterator

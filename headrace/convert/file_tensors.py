@@ -15,8 +15,6 @@ from headrace.record import frozen
 
 @frozen(eq=False)
 class TensorSlice:
-    """The part of a file's tensor that holds one tensor of the model."""
-
     name: str
     rows: Rows
     """Rows or entries, in the model's order."""
@@ -65,7 +63,6 @@ class FileTensor:
 def file_tensors(
     spec: ModelSpec, layout: Layout, names: Iterable[str] = ()
 ) -> dict[str, FileTensor]:
-    """List the tensors of a file. Some layouts depend on existing `names`."""
     layout = layout.for_names(set(names))
     places, shapes = locate_tensors(spec, layout), stored_shapes(spec, layout)
     slices: defaultdict[str, list[TensorSlice]] = defaultdict(list)

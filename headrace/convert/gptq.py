@@ -19,7 +19,6 @@ from headrace.quant.spec import QuantSpec, TableRows
 DAMPING = 0.01
 """Relative to the mean diagonal of H; makes H invertible."""
 _BLOCK = 128
-"""Columns that compensate each other at once."""
 
 
 def gptq(

@@ -1,5 +1,3 @@
-"""The output error of each quantised layer."""
-
 import math
 import re
 from collections import defaultdict

@@ -1,5 +1,3 @@
-"""Finds and rounds the matrices that are quantised."""
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,7 +20,6 @@ from headrace.quant.spec import QuantSpec, TableRows
 ProgressCallback = Callable[[float], None]
 """Receives the finished share, from 0 to 1."""
 Target = QuantSpec | str
-"""Codes with tables of scales, or the name of a block format of GGUF."""
 
 _CHUNK_VALUES = 1 << 24
 
@@ -99,7 +96,6 @@ def encode_rows(name: str, target: str, rows: Floats, importance: Floats | None 
 def quantised_matrix(
     tensor: StoredTensor, target: QuantSpec, chunks: list[TableRows]
 ) -> StoredTensor:
-    """Join rows to a matrix that replaces `tensor`."""
     if target in (W8A8, LLM_INT8):
         signed = np.concatenate([chunk.codes for chunk in chunks])[..., None] ^ np.uint8(0x80)
         scales = np.concatenate([chunk.scales[:, 0] for chunk in chunks])

@@ -1,5 +1,3 @@
-"""Quantisation methods."""
-
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple, get_args
 
@@ -26,8 +24,6 @@ Matrices = Iterator[tuple[str, StoredTensor]]
 
 
 class PreparedModel(NamedTuple):
-    """A model before its matrices are rounded."""
-
     tensors: Mapping[str, StoredTensor]
     """Matrices to quantise are scaled when they are read."""
     importance: Mapping[str, Floats]

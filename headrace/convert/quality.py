@@ -103,7 +103,6 @@ class Scorer:
 
 
 def split_pieces(ids: Sequence[int], length: int, tokens: int) -> list[list[int]]:
-    """Cut tokens into pieces of `length`, or one shorter piece."""
     count = max(1, min(tokens, len(ids)) // length)
     return [list(ids[i * length : (i + 1) * length]) for i in range(count)]
 
@@ -117,7 +116,6 @@ class QualityMeter:
     def add(
         self, piece: Sequence[int], predicted: Iterator[Floats], reference: Iterator[Floats] | None
     ) -> None:
-        """`predicted` and `reference` are results of `Scorer.log_probabilities`."""
         position = 0
         for q in predicted:
             rows = min(len(q), len(piece) - 1 - position)

@@ -24,8 +24,6 @@ from headrace.record import frozen
 
 @frozen(eq=False)
 class ScalingGroup:
-    """A value whose columns may be scaled."""
-
     readers: tuple[str, ...]
     """Matrices whose columns are multiplied."""
     producers: tuple[str, ...]
@@ -40,7 +38,6 @@ class Scalings:
         self.columns: dict[str, Floats] = {}
 
     def add(self, group: ScalingGroup, factors: Floats) -> None:
-        """Divide a value's columns by positive factors."""
         for name in group.readers:
             self.columns[name] = factors[group.columns]
         for name in group.producers:

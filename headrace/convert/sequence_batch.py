@@ -1,4 +1,4 @@
-"""Batches of one sequence, in which a token's KV slot is its position."""
+"""Batches in which a token's KV slot is its position."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,6 @@ def num_blocks(length: int) -> int:
 def sequence_batch(
     tokens: Sequence[int], first: int, end: int, num_logits: int, blocks: int, num_groups: int
 ) -> RaggedBatch:
-    """Make a batch with logits for the last `num_logits` rows."""
     positions, rows = ints(list(range(first, end))), end - first
     logit_rows = ints(list(range(max(0, rows - num_logits), rows)))
     return RaggedBatch(

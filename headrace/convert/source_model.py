@@ -1,5 +1,3 @@
-"""The model that a conversion reads."""
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

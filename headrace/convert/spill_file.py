@@ -1,5 +1,3 @@
-"""Arrays on disk that are read several times."""
-
 import tempfile
 from collections.abc import Iterator
 from typing import Self

@@ -1,5 +1,3 @@
-"""Writes files of tensors, in any order."""
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,5 +1,3 @@
-"""Texts for calibration and evaluation."""
-
 from pathlib import Path
 from typing import Literal
 

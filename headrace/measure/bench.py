@@ -36,8 +36,6 @@ from headrace.sampling_params import SamplingParams
 
 @frozen(kw_only=True)
 class BenchSetup:
-    """The facts of a benchmark."""
-
     model: str
     name: str
     file_bytes: int
@@ -69,21 +67,20 @@ class LatencyRow:
     test: str
     """`pp` or `tg`, and the number of timed tokens."""
     depth: int
-    """Tokens of context before the timed tokens."""
     tokens_per_second: float
     """Median over the runs."""
     tokens_per_second_min: float
     tokens_per_second_max: float
     ms_per_token: float
     first_token: float
-    """Median seconds from the request to its first token."""
+    """Median seconds to the first token."""
     limit: float
-    """Maximum tokens/s by the roofline."""
+    """By the roofline."""
     share_of_limit: float
     peak_memory: int
-    """Bytes of the process at their peak."""
+    """Bytes."""
     samples: dict[str, Any]
-    """Seconds of each run, by figure."""
+    """Seconds, by figure."""
 
     def facts(self) -> dict[str, Any]:
         return {"kind": "latency"} | _row_facts(self)
@@ -97,24 +94,22 @@ class ThroughputRow:
     test: str
     concurrency: int
     prompt_tokens: int
-    """Length of each prompt."""
     output_tokens: int
-    """Length of each output."""
     tokens_per_second: float
     """Output tokens of all requests over the whole time."""
     first_token: float | None
-    """Median seconds from the request to its first token."""
+    """Median seconds to the first token."""
     first_token_p95: float | None
     between_tokens: float | None
-    """Median seconds between two tokens; None if each output is one token."""
+    """Median seconds; None if each output is one token."""
     between_tokens_p95: float | None
     limit: float
-    """Maximum tokens/s by the roofline."""
+    """By the roofline."""
     share_of_limit: float
     peak_memory: int
-    """Bytes of the process at their peak."""
+    """Bytes."""
     samples: dict[str, Any]
-    """Seconds of the run, of each first token, and between all tokens."""
+    """Seconds, by figure."""
 
     def facts(self) -> dict[str, Any]:
         return {"kind": "throughput"} | _row_facts(self)
@@ -257,7 +252,6 @@ class Run(NamedTuple):
     """Times of one run, in seconds from the submission."""
 
     tokens: list[list[float]]
-    """Time of each output token of each request."""
     rows: list[tuple[int, float]]
     """Number of rows computed so far, and the time, after each step."""
 
@@ -268,8 +262,6 @@ class Run(NamedTuple):
 
 
 class Bench:
-    """A loaded model under synthetic load. Use it in a `with` block."""
-
     def __init__(self, model: str, config: EngineConfig) -> None:
         self._engine, _, _, self.checkpoint = load_model(model, config)
         self._random = np.random.default_rng(config.seed)
@@ -329,7 +321,7 @@ class SpeedLimits:
         return tokens / seconds
 
     def decode(self, tokens: int, depth: int, num_requests: int = 1) -> float:
-        """Output tokens/s of all requests from `depth` to `depth + tokens`."""
+        """From `depth` to `depth + tokens`, of all requests."""
         mean_depth = depth + tokens // 2
         return roofline.decode_limit(
             self._program, self._machine, mean_depth, self._kv_bytes, num_requests

@@ -40,7 +40,7 @@ PROMPT = "Write a short story about a miller who builds a channel to bring water
 MIN_SPEEDUP = 1.05
 TRIAL_RUNS = 3
 _EIGHTHS = (2, 3, 4, 5, 6, 7)
-"""Numbers of first layers to measure by default, in eighths of all layers."""
+"""In eighths of all layers."""
 _CHUNK = 64
 """Rows of a step, whose logits are all kept."""
 _ROUNDS = 15
@@ -59,7 +59,6 @@ class MeasuredDraft:
 
     @property
     def best(self) -> Gain:
-        """Expected gain at the fastest depth."""
         return best_gain(self.acceptance, self.costs)
 
     def engine_options(self) -> dict[str, Any]:
@@ -89,14 +88,11 @@ class Trial:
 
 @frozen(kw_only=True)
 class Calibration:
-    """Measured draft models, and a trial of the best if it should save time."""
-
     drafts: tuple[MeasuredDraft, ...]
     trial: Trial | None
 
     @property
     def best(self) -> MeasuredDraft:
-        """The draft model with the highest expected speedup."""
         return max(self.drafts, key=lambda draft: draft.best.speedup)
 
     def facts(self) -> dict[str, Any]:

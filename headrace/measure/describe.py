@@ -27,9 +27,8 @@ from headrace.program.trace import Program
 from headrace.quant.formats import FORMATS, StoredTensor
 
 DEPTHS = (0, 2048)
-"""Tokens of context at which the maximum decode speed is given."""
+"""Tokens of context."""
 _FORMATS = ("BF16", "Q8_0", "Q6_K", "Q4_K", "Q4_0")
-"""Formats whose size is given for a model without weights."""
 
 
 def describe(model: str, **options: Unpack[EngineOptions]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headrace.quant.formats import StoredTensor
 
 EXACT_REFERENCE = "exact"
-"""Reference: the model's own weights, computed in float64 by the reference backend."""
+"""The model's own weights, computed in float64 by the reference backend."""
 SWEEP_FORMATS = (
     "int8-g32",
     "e4m3-row",
@@ -39,7 +39,6 @@ SWEEP_FORMATS = (
     "int3-g64",
     "int2-g32",
 )
-"""Default formats of a sweep: the usual ones at each number of bits."""
 MAX_TOKENS = 2**20
 _GGUF_FORMATS = frozenset(name for name, encoder in ENCODERS.items() if encoder.block > 1)
 

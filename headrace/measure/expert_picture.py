@@ -11,7 +11,7 @@ from headrace.planner.svg import COLOURS, FAINT, GRID, document, line, text
 _LEFT, _RIGHT, _TOP, _WIDTH = 76, 870, 84, 1000
 _PALE, _MORE, _FEWER = "#f7f7f7", COLOURS[1], COLOURS[0]
 _SCALE_LABELS = {"4 or more": 2.0, "2": 1.0, "1": 0.0, "1/2": -1.0, "1/4 or fewer": -2.0}
-"""Labels of the colour scale, with their binary logarithms."""
+"""Binary logarithms by label."""
 _SCALE_HEIGHT, _SCALE_STEPS = 150, 40
 
 

@@ -17,12 +17,9 @@ ExpertLoads = NDArray[np.int64]
 
 @frozen(kw_only=True)
 class ExpertProfile:
-    """The routing of a phase."""
-
     phase: str
     num_experts: int
     loads: ExpertLoads
-    """Rows of all steps together."""
     expected: float
     """Mean distinct experts in a step if routing is uniform."""
     measured: float

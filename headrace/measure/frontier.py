@@ -11,8 +11,6 @@ _UNITS = {"MB": 1e6, "GB": 1e9, "tok/s": 1.0}
 
 
 class Candidate(Protocol):
-    """A format such as an `Evaluation`."""
-
     @property
     def name(self) -> str: ...
 

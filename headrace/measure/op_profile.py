@@ -20,8 +20,6 @@ _SHORT_CALL = 20e-6
 
 @frozen
 class Phase:
-    """Steps that are profiled together."""
-
     name: str
     seqs: int
     depth: int
@@ -37,7 +35,6 @@ class Phase:
 
 
 def prefill_phase(tokens: int, kv_bytes: float) -> Phase:
-    """One prompt in chunks, each with a logit row."""
     starts = range(0, tokens, PREFILL_CHUNK)
     steps = tuple(
         StepSize(((start, min(PREFILL_CHUNK, tokens - start)),), 1, kv_bytes) for start in starts
@@ -65,8 +62,6 @@ def phases(
 
 @frozen(kw_only=True)
 class OpProfile:
-    """All calls of one kind of op in a phase."""
-
     name: str
     calls: int
     """0 for an op that the backend added, whose cost is unknown."""
@@ -96,7 +91,7 @@ class OpProfile:
 
     @property
     def bound(self) -> Bound:
-        """The resource that limits the op: link, memory, arithmetic or latency."""
+        """The limit of the op: link, memory, arithmetic or latency."""
         if not self.seconds or not self.calls:
             return "unknown"
         if self.link_bytes:

@@ -158,9 +158,7 @@ class _Measured(NamedTuple):
     program: Program
     rounds: list[list[list[StepTimes]]]
     machines: list[Machine]
-    """The machine before each turn, and at the end."""
     experts: list[ExpertProfile]
-    """Routing of each phase; empty for a model without experts."""
 
 
 def _measure(

@@ -14,8 +14,6 @@ from headrace.record import frozen
 
 @frozen(kw_only=True)
 class ProfileReport:
-    """The profiles of all phases, and the machine."""
-
     model: str
     spec: ModelSpec
     kv_dtype: str
@@ -25,7 +23,6 @@ class ProfileReport:
     """The median measurement, to which shares and limits refer."""
     profiles: Sequence[PhaseProfile]
     skipped: Mapping[str, str]
-    """Reasons by phase."""
     experts: Sequence[ExpertProfile] = ()
     """Empty for a model without experts."""
 

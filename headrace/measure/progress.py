@@ -1,5 +1,3 @@
-"""Progress of a measurement."""
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 

@@ -1,5 +1,3 @@
-"""Tables on stdout, by rich on a terminal, else plain."""
-
 import json
 import os
 import sys

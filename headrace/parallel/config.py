@@ -34,7 +34,6 @@ def mesh_of(config: EngineConfig) -> Mesh:
 
 
 def threads_per_rank(config: EngineConfig, mesh: Mesh) -> int:
-    """Return `config.threads`, or an even share of the usable cores if it is 0."""
     return config.threads or max(1, usable_cores() // mesh.ranks)
 
 

@@ -170,7 +170,6 @@ class ParallelExecutable:
             self._local.move_slots(group, source, target)
 
     def host_blocks(self, num_bytes: int) -> HostBlocks | None:
-        """Return None: the KV is in host memory."""
         return None
 
     def close(self) -> None:

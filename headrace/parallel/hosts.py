@@ -29,7 +29,6 @@ _DEFAULT_PORT = 29500
 _WAIT_FOR_WORKER_SECONDS = 1800.0
 _WAIT_FOR_RANK_0_SECONDS = 120.0
 _GREETING = struct.Struct("<32si")
-"""The token and the rank, sent to rank 0."""
 _GREETING_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
 _SIOCGIFADDR = 0x8915
@@ -44,7 +43,6 @@ class Placement:
     address: str
     port: int
     has_store: bool
-    """Whether the store exists; otherwise rank 0 creates it."""
 
 
 def placement(environment: Mapping[str, str] = os.environ) -> Placement | None:
@@ -184,7 +182,6 @@ def _connect_to_rank_0(place: Placement) -> socket.socket:
 
 
 def interface_of(address: str) -> str:
-    """Return the interface of this host with that address, or ''."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address

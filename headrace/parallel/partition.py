@@ -1,10 +1,8 @@
-"""Parts of each rank, as (first, end) ranges."""
-
 from headrace.errors import UnsupportedModelError
 from headrace.program.collective import Columns
 
 TILE_ROWS = 16
-"""Rows of a matrix that stay on one rank: a tile of the packed formats."""
+"""A tile of the packed formats stays on one rank."""
 
 
 def split_evenly(total: int, ranks: int, unit: int = 1) -> tuple[Columns, ...]:
@@ -19,7 +17,7 @@ def scaled(parts: tuple[Columns, ...], size: int) -> tuple[Columns, ...]:
 
 
 def kv_head_parts(num_kv_heads: int, ranks: int) -> tuple[Columns, ...]:
-    """Return the KV heads of each rank. Ranks share a head if there are too few."""
+    """Ranks share a head if there are too few."""
     if ranks <= num_kv_heads:
         return split_evenly(num_kv_heads, ranks)
     heads = [rank * num_kv_heads // ranks for rank in range(ranks)]

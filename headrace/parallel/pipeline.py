@@ -16,7 +16,6 @@ Cost = Callable[[Op], float]
 
 
 def decode_bytes(op: Op) -> float:
-    """Bytes that an op reads in a step of one row."""
     return op.bytes(StepSize(((0, 1),), 1, 0))
 
 
@@ -61,9 +60,7 @@ def _live_values(program: Program) -> list[list[Value]]:
 
 
 def _cut_points(program: Program, live: list[list[Value]]) -> list[int]:
-    """Return the ops that a stage may begin with: the end of each layer, with the fewest live
-    numbers.
-    """
+    """A stage begins at the op with the fewest live numbers in a layer."""
     attention = {op.layer: i for i, op in enumerate(program.ops) if isinstance(op, Attention)}
     first_write = {
         op.layer: i for i, op in reversed(list(enumerate(program.ops))) if isinstance(op, KvWrite)
@@ -100,7 +97,6 @@ def _ends_after_layers(
 
 
 def _balanced_ends(costs: Sequence[float], cut_points: Sequence[int], stages: int) -> list[int]:
-    """Return stage ends with the least maximum cost."""
     sums = list(accumulate(costs, initial=0.0))
 
     @cache

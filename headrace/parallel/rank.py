@@ -1,5 +1,3 @@
-"""One rank: its share of a model and of attached programs."""
-
 from collections import deque
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -28,7 +26,6 @@ class RankConfig:
     mesh: Mesh
     rank: int
     kv: KvConfig
-    """Blocks of each KV group of the whole model."""
     threads: int
     activations: Activations
 
@@ -98,7 +95,7 @@ class Rank:
         return attached
 
     def add_adapter(self, adapter: Adapter) -> int:
-        """Keep this rank's share of an adapter; return its number, equal on all ranks."""
+        """Return a number that is equal on all ranks."""
         executable = self.executables[0]
         return executable.add_adapter(adapter_share(executable.program, adapter))
 

@@ -237,7 +237,6 @@ class TensorParallel:
         self._ops.append(Combine(op.out, gathered, routing))
 
     def _is_decision(self, value: Value) -> bool:
-        """Few numbers that each rank computes: values that choose experts or gate rows."""
         return any(
             (isinstance(op, Route) and op.x == value)
             or (isinstance(op, GateRows) and op.gate == value)

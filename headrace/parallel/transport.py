@@ -15,7 +15,7 @@ from headrace.parallel.collectives import Floats
 from headrace.parallel.mesh import Mesh
 
 _TIMEOUT_SECONDS = 300.0
-"""Maximum seconds of an exchange, if no lost rank was found before."""
+"""Seconds of an exchange."""
 _MAX_PENDING_SENDS = 8
 
 

@@ -28,7 +28,7 @@ from headrace.parallel.transport import GlooTransport
 from headrace.parallel.worker import LENGTH, READY, STAGE_STEPS
 
 _SILENT_SECONDS = 3.0
-"""Seconds without a reply and CPU time after which a worker counts as stopped."""
+"""Seconds without reply and CPU time of a stopped worker."""
 _TICK_SECONDS = 0.25
 _LOAD_SECONDS = 1800.0
 _GRACE_SECONDS = 3.0
@@ -52,8 +52,6 @@ class _Worker:
 
 
 class Workers:
-    """The workers of a mesh."""
-
     def __init__(
         self,
         launcher: Launcher,
@@ -69,7 +67,6 @@ class Workers:
         self._kept_commands: list[bytes] = []
         self._changed = Condition()
         self._loss = ""
-        """Why the workers were lost; empty while they run."""
         self._is_loss_raised = False
         self.generation = 0
         self._restart_times: list[float] = []
@@ -179,7 +176,6 @@ class Workers:
         self._transport.disconnect()
 
     def _start_all(self) -> None:
-        """Start the workers in the watching thread: the system ends them with that thread."""
         started = Event()
         self._watcher = Thread(target=self._start_and_watch, args=(started,), daemon=True)
         self._watcher.start()

@@ -16,7 +16,6 @@ _LEFT, _TOP, _GRID_WIDTH, _LEGEND = 40, 84, 688, 758
 _SPACING = 64
 _MAX_NAMES = 26
 _GOLDEN = 0.381966
-"""The golden angle in turns."""
 _MAX_COLOURS = 4
 _HATCH = (
     '<defs><pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" '
@@ -26,8 +25,6 @@ _HATCH = (
 
 
 class _Grid:
-    """The cells of a KV group, in rows of a multiple of 8 blocks."""
-
     def __init__(self, num_blocks: int, top: float) -> None:
         self.top = top
         self.columns = max(16, 8 * math.ceil(math.sqrt(1.6 * num_blocks) / 8))
@@ -44,7 +41,6 @@ class _UsedBlock(NamedTuple):
     requests: list[str]
     holders: int
     filled: int
-    """Number of slots with KV."""
 
 
 def block_map_svg(title: str, blocks: BlockMap) -> str:

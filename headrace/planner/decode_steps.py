@@ -1,5 +1,3 @@
-"""Minimum time of one request's decode steps."""
-
 from headrace.outputs import RequestOutput
 from headrace.planner.hardware import Machine
 from headrace.planner.roofline import step_seconds

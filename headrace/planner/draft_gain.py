@@ -1,5 +1,3 @@
-"""Expected speedup of speculative decoding."""
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,13 +18,13 @@ class Costs(NamedTuple):
     target: Sequence[float]
     """Seconds of a target step with 0, 1, ... draft tokens."""
     draft: float
-    """Seconds to draft one token."""
+    """Seconds per token."""
 
 
 class Gain(NamedTuple):
     depth: int
     tokens: float
-    """Expected tokens of a step."""
+    """Per step."""
     speedup: float
     """Speed over plain decoding."""
 

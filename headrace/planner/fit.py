@@ -11,9 +11,8 @@ class Fit:
     memory: int
     weights: int
     kv_per_sequence: int
-    """KV bytes of a sequence of full length."""
+    """Bytes at full length."""
     context: int
-    """Tokens of a sequence of full length."""
     to_run: int = RUNTIME_BYTES
     """Bytes of the engine."""
 
@@ -24,7 +23,6 @@ class Fit:
 
     @property
     def tokens(self) -> int:
-        """Tokens in sequences of full length."""
         return self.kv_budget * self.context // self.kv_per_sequence
 
     @property

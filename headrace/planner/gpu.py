@@ -37,16 +37,12 @@ class Gpu:
 
 @frozen
 class GpuHost:
-    """A GPU, and the software to run programs on it."""
-
     gpu: Gpu | None = None
     no_gpu: str = ""
-    """Reason why there is no GPU."""
     absent: tuple[str, ...] = ()
     torch_cuda: str | None = None
     """None for a CPU build."""
     interprets: bool = False
-    """Whether Triton interprets kernels, which needs no GPU."""
 
     @property
     def obstacle(self) -> str:
@@ -91,7 +87,6 @@ def interprets(environment: "os._Environ[str] | dict[str, str]" = os.environ) ->
 
 
 def find_gpu(root: Path = Path("/")) -> tuple[Gpu | None, str]:
-    """The first GPU of this process, or the reason for its absence."""
     if not any((root / file).exists() for file in _DRIVER_FILES):
         return None, "this machine has no NVIDIA driver: use the cpu backend"
     return _by_driver()
@@ -123,7 +118,6 @@ def _by_driver() -> tuple[Gpu | None, str]:
 
 
 def query_driver(library: Any) -> tuple[Gpu | None, str]:
-    """The driver's first GPU, or the reason for its absence."""
     from ctypes import byref, c_int, c_size_t, create_string_buffer
 
     count, device, version, memory = c_int(), c_int(), c_int(), c_size_t()

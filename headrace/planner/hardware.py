@@ -19,11 +19,10 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 READ_BYTES = 256 << 20
 """Bytes that a measurement reads: far more than the last-level cache."""
 _FRESH_SECONDS = 3600
-"""Seconds after which a machine is measured again."""
+"""Age of a stale measurement."""
 _MAX_FRESH = 5
 """Fresh readings that suffice even if they differ."""
 _DAY = 24 * 3600
-"""Seconds for which a reading counts."""
 _MAX_READINGS = 200
 _AGREEMENT = 0.9
 """Share of the higher bandwidth that the lower must reach."""

@@ -11,7 +11,6 @@ _LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 
 
 def cpu_name(root: Path = Path("/")) -> str:
-    """Name of the processor, or of its architecture."""
     for line in _text(root / "proc/cpuinfo").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -47,7 +46,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def numa_nodes(root: Path = Path("/")) -> dict[int, int]:
-    """Usable logical processors of each NUMA node; empty if unknown."""
+    """Logical processors of each node; empty if unknown."""
     usable = usable_processors()
     lists = {
         path: _text(path / "cpulist")

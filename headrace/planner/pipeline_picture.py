@@ -21,7 +21,6 @@ def idle_share(stage_steps: Sequence[StageStep]) -> float:
 
 
 def pipeline_svg(title: str, stage_steps: Sequence[StageStep]) -> str:
-    """A step has one colour on all ranks."""
     ranks = sorted({step.rank for step in stage_steps})
     begin, end = min(step.begin for step in stage_steps), max(step.end for step in stage_steps)
     scale, bottom = (_RIGHT - _LEFT) / (end - begin), _TOP + len(ranks) * _HEIGHT

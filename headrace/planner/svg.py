@@ -75,7 +75,6 @@ def haloed(
     anchor: str = "start",
     turn: float = 0.0,
 ) -> Iterator[str]:
-    """A label with a white outline over lines."""
     yield text(
         x, y, label, weight=weight, anchor=anchor, turn=turn, fill="#ffffff", stroke="#ffffff"
     )
@@ -83,5 +82,4 @@ def haloed(
 
 
 def plain(text: str) -> str:
-    """Escape a text for XML and replace control characters."""
     return escape("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text))

@@ -1,5 +1,3 @@
-"""Array types of number formats."""
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -23,14 +23,11 @@ from headrace.quant.fit import Grid, Integers, Table, fit_range, fit_scale, inve
 from headrace.quant.spec import CODEBOOKS, Number, encode_numbers
 
 _CHUNK_VALUES = 1 << 16
-"""Keeps temporaries in cache."""
 _MAX_VALUE = np.float32(1e9)
 """Values beyond it are clipped: its square is a float32."""
 _MAX_BF16 = np.float32(3.3895e38)
 _MIN_SCALE = 2.0**-28
-"""Scales up to it become 0."""
 _MIN_IMPORTANCE = np.float32(1e-4)
-"""Relative to the mean."""
 _MAX_POWER = 252
 """Maximum exponent of MXFP4 whose values are all float32."""
 _E2M1 = Table([2 * value for value in CODEBOOKS["e2m1"]])
@@ -112,7 +109,6 @@ def _ranged(high: int, pack: Callable[[Bytes, Bytes], Bytes]) -> Encoder:
 
 
 def _nibbles(codes: Bytes) -> Bytes:
-    """[blocks, 32] to [blocks, 16]: the first half of the block in low nibbles."""
     return packed(codes.reshape(-1, 2, 16), 4)
 
 
@@ -126,7 +122,6 @@ def _q5(head: Bytes, codes: Bytes) -> Bytes:
 
 
 def _q8_0(blocks: Floats, importance: Floats | None) -> Bytes:
-    """Signed bytes over the full range of a block, as in ggml."""
     scales = stored_scale(np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127))
     codes = Integers(-127, 127).nearest(blocks * inverse(scales))
     return np.concatenate([half_bytes(scales), codes.astype(np.int8).view(np.uint8)], axis=1)
@@ -149,7 +144,6 @@ def _mxfp4(blocks: Floats, importance: Floats | None) -> Bytes:
 
 
 def _tq1_0(head: Bytes, codes: Bytes) -> Bytes:
-    """Five ternary codes in a byte, four in the last bytes: a base-3 number in 256ths."""
     parts = (
         codes[:, :160].reshape(-1, 5, 32),
         codes[:, 160:240].reshape(-1, 5, 16),

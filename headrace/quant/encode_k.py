@@ -1,8 +1,4 @@
-"""Encoders of super-blocks of 256 values.
-
-Parts are fitted alone, then the super-block's scale. Each part takes the best stored scale and
-minimum nearby.
-"""
+"""Encoders of super-blocks of 256 values: parts are fitted alone, then the super-block's scale."""
 
 from itertools import product
 from typing import NamedTuple

@@ -8,9 +8,7 @@ import numpy as np
 from headrace.quant.arrays import Bytes, Floats
 
 _FACTORS = np.linspace(0.85, 1.3, 16, dtype=np.float32)
-"""Multiples of the plain inverse scale."""
 _SMALL = np.float32(1e-30)
-"""Smaller numbers count as 0."""
 _SINGULAR = np.float32(1e-5)
 """Relative determinant that counts as 0: all codes are equal."""
 

@@ -1,5 +1,3 @@
-"""The number formats of stored weights."""
-
 import math
 import mmap
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +29,6 @@ class TensorPart:
     """An array of a stored tensor, by stored row or shared by all rows."""
 
     dtype: str
-    """NumPy's name."""
     by_row: bool = True
 
 
@@ -54,7 +51,6 @@ class Format:
     spec: QuantSpec | None = None
     """None for plain numbers."""
     table_rows: Callable[[dq.Parts, dq.Rows], TableRows] | None = None
-    """Unpacks stored rows."""
     split: Callable[[Bytes], dq.BlockCodes] | None = None
     """Unpacks blocks [blocks, bytes]."""
     integers: Callable[[], NDArray[np.int8]] | None = None
@@ -358,7 +354,6 @@ class StoredTensor:
             _release(part)
 
     def dequantise(self) -> Floats:
-        """Compute the values in the tensor's shape."""
         stored = slice(None) if self.row_order is None else self.row_order
         return self._values(stored).reshape(self.shape)
 

@@ -27,18 +27,17 @@ _UE4M3[[127, 255]] = 0, 480
 
 
 def integers(name: str) -> Integers:
-    """The looked-up codes: 16 integers, or grid points [points, columns of a point]."""
     return _INTEGERS[name]()
 
 
 def split(name: str, blocks: Bytes) -> BlockCodes:
-    """Unpack blocks [blocks, bytes]."""
+    """From blocks [blocks, bytes]."""
     with np.errstate(invalid="ignore"):
         return _LOOKUPS[name](blocks)
 
 
 def table_rows(name: str, stored: Bytes) -> TableRows:
-    """Unpack rows [rows, blocks of a row, bytes]."""
+    """From [rows, blocks of a row, bytes]."""
     rows, blocks, nbytes = stored.shape
     with np.errstate(invalid="ignore"):
         codes, scales, _ = _TABLES[name](
@@ -67,7 +66,6 @@ def _points(codebook: Codebook, name: Grid) -> Integers:
 
 @cache
 def _eightfold() -> Integers:
-    """IQ1's points times 8 [points, 8]."""
     return (grid("iq1").astype(np.int8) - np.int8(1)) * np.int8(8)
 
 
@@ -89,7 +87,6 @@ def _eighths(scale: Floats, sub_scales: Integers) -> BlockScales:
 
 
 def _iq2_xxs(blocks: Bytes) -> BlockCodes:
-    """8 values: 8 bits of a point, 7 of signs; 4-bit scales of 32 values."""
     eighths = blocks[:, 2:].reshape(-1, 8, 8)
     words = _words(eighths[:, :, 4:].reshape(-1, 32), 0, 32, "<u4")
     signs = _EVEN_SIGNS[_in_turn(words, (0, 7, 14, 21), 127)]
@@ -98,21 +95,18 @@ def _iq2_xxs(blocks: Bytes) -> BlockCodes:
 
 
 def _iq2_xs(blocks: Bytes) -> BlockCodes:
-    """8 values: 9 bits of a point, 7 of signs; 4-bit scales of 16 values."""
     words = _words(blocks, 2, 66, "<u2")
     codes = _signed(integers("IQ2_XS")[words & np.uint32(511)], _EVEN_SIGNS[words >> np.uint32(9)])
     return _scaled(codes, _eighths(half(blocks, 0), _odd(_in_turn(blocks[:, 66:], (0, 4), 15))))
 
 
 def _iq2_s(blocks: Bytes) -> BlockCodes:
-    """8 values: 10 bits of a point, 8 of signs; 4-bit scales of 16 values."""
     points = blocks[:, 2:34] | (_in_turn(blocks[:, 66:74], (0, 2, 4, 6), 3) << np.uint32(8))
     codes = _signed(integers("IQ2_S")[points], blocks[:, 34:66])
     return _scaled(codes, _eighths(half(blocks, 0), _odd(_in_turn(blocks[:, 74:], (0, 4), 15))))
 
 
 def _iq3_xxs(blocks: Bytes) -> BlockCodes:
-    """4 values: 8 bits of a point; 7 bits for 8 signs; 4-bit scales of 32 values."""
     words = _words(blocks, 66, 98, "<u4")
     signs = _EVEN_SIGNS[_in_turn(words, (0, 7, 14, 21), 127)]
     codes = _signed(integers("IQ3_XXS")[blocks[:, 2:66]], signs)
@@ -120,7 +114,6 @@ def _iq3_xxs(blocks: Bytes) -> BlockCodes:
 
 
 def _iq3_s(blocks: Bytes) -> BlockCodes:
-    """4 values: 9 bits of a point; all signs; 4-bit scales of 32 values."""
     ninth = _in_turn(blocks[:, 66:74], tuple(range(8)), 1)
     codes = _signed(integers("IQ3_S")[blocks[:, 2:66] | (ninth << np.uint32(8))], blocks[:, 74:106])
     return _scaled(codes, BlockScales(half(blocks, 0), _odd(_in_turn(blocks[:, 106:], (0, 4), 15))))
@@ -132,7 +125,6 @@ def _shifted(points: NDArray[np.uint32], minus: NDArray[np.uint32]) -> Integers:
 
 
 def _iq1_s(blocks: Bytes) -> BlockCodes:
-    """8 values: 11 bits of a point; a 3-bit scale and a sign for 32 values."""
     words = _words(blocks, 34, 50, "<u2")
     points = blocks[:, 2:34] | (_in_turn(words, (0, 3, 6, 9), 7) << np.uint32(8))
     codes = _shifted(points, np.repeat(words >> np.uint32(15), 4, axis=1))
@@ -140,9 +132,6 @@ def _iq1_s(blocks: Bytes) -> BlockCodes:
 
 
 def _iq1_m(blocks: Bytes) -> BlockCodes:
-    """8 values: 11 bits of a point and a sign; 3-bit scales of 16 values; the block's
-    scale in four pieces.
-    """
     points = blocks[:, :32] | (_in_turn(blocks[:, 32:48], (0, 4), 7) << np.uint32(8))
     words = _words(blocks, 48, 56, "<u2")
     pieces = (words >> np.uint32(12)) << np.array([0, 4, 8, 12], np.uint32)
@@ -164,7 +153,6 @@ def _iq4_xs(blocks: Bytes) -> BlockCodes:
 
 
 def _tq1_0(blocks: Bytes) -> TableRows:
-    """Five ternary values in a byte, four in the last bytes: a base-3 number in 256ths."""
     powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
     codes = np.empty((len(blocks), 256), np.uint8)
     for first, last, start, digits in ((0, 32, 0, 5), (32, 48, 160, 5), (48, 52, 240, 4)):

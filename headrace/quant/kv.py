@@ -1,5 +1,3 @@
-"""Number formats of keys and values."""
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -7,7 +5,6 @@ from headrace import _native
 from headrace.backend_traits import KvDtype
 
 BLOCK_SIZE = 32
-"""Tokens of a block in the native cache."""
 
 _BITS = {"int8": 8, "int4": 4}
 
@@ -37,7 +34,6 @@ def round_trip(x: Doubles, dtype: KvDtype) -> Doubles:
 
 
 def round_bf16(x: Doubles) -> Doubles:
-    """Round to nearest, ties to even."""
     bits = x.astype(np.float32).view(np.uint32)
     return _from_bits(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
 
@@ -65,7 +61,6 @@ def hadamard(n: int) -> Doubles:
 
 
 def _quantised(x: Doubles, bits: int) -> Doubles:
-    """The bf16 minimum and step are rounded outwards."""
     levels = 2**bits - 1
     minimum = -_bf16_above(-x.min(axis=-1, keepdims=True))
     step = _bf16_above((x.max(axis=-1, keepdims=True) - minimum) / levels)

@@ -7,7 +7,6 @@ from headrace.quant.arrays import Bytes, Floats
 from headrace.quant.spec import NUMBERS, QuantSpec, TableRows, encode_numbers, floats
 
 _FACTORS = np.linspace(1.0, 0.5, 11, dtype=np.float32)
-"""Tried shares of a group's range."""
 _MAX_CLIPPED_BITS = 4
 """Finer codes gain nothing from clipping."""
 
@@ -56,7 +55,6 @@ def best_range(
 def nearest_codes(
     weights: Floats, scales: Floats, zeros: Floats | None, spec: QuantSpec
 ) -> NDArray[np.uint8]:
-    """The codes [..., groups, columns]."""
     inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0)
     inverse = inverse[..., None]
     if spec.codebook != "integer":

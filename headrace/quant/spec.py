@@ -9,7 +9,7 @@ from headrace.record import frozen
 Number = Literal["u8", "f16", "bf16", "f32"]
 """bf16 is stored in uint16."""
 ScaleType = Number | Literal["e8m0", "3-bit", "4-bit", "6-bit", "8-bit"]
-"""Numbers, powers of two (e8m0), or integers of a super-block."""
+"""Powers of two (e8m0), or integers of a super-block."""
 Codebook = Literal[
     "integer", "e2m1", "e4m3", "e5m2", "nf4", "fp4", "iq4_nl", "iq1", "iq2", "iq3_xxs", "iq3_s"
 ]
@@ -106,10 +106,10 @@ CODEBOOKS: dict[Codebook, tuple[float, ...]] = {
 }
 
 FRACTION_BITS = {"e4m3": 3, "e5m2": 2}
-"""Floats of 8 bits (Micikevicius et al. 2022)."""
+"""Micikevicius et al. 2022."""
 
 POWERS = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan))
-"""Values of e8m0 [256] (OCP microscaling formats, 2023)."""
+"""OCP microscaling formats, 2023."""
 
 
 @frozen
@@ -153,11 +153,9 @@ class QuantSpec:
         return self.codebook in FRACTION_BITS or self.group == 16
 
     def num_scales(self, cols: int) -> int:
-        """Scales of a row."""
         return -(-cols // self.group) if self.group else 1
 
     def table_bytes(self, rows: int, cols: int) -> int:
-        """Bytes without padding."""
         zero_bits = 0
         if self.zero_type:
             zero_bits = _SCALE_BITS[self.zero_type]
@@ -202,7 +200,6 @@ def code_values(spec: QuantSpec) -> NDArray[np.float32]:
 
 
 def dequantise_rows(spec: QuantSpec, rows: TableRows) -> NDArray[np.float32]:  # [rows, cols]
-    """Zero points are subtracted before scaling."""
     cols = rows.codes.shape[1]
     group = spec.group or cols
 

@@ -22,7 +22,6 @@ from headrace.remote.stream import Stream
 _STALE_SECONDS = 2.0
 """Heartbeat age of a stalled engine that used no CPU time."""
 _STOPPED_SECONDS = 5.0
-"""Heartbeat age of any stalled engine; it restarts if it used no CPU time."""
 _LOAD_SECONDS = 1800.0
 _WATCH_SECONDS = 0.25
 _POLL_SECONDS = 0.01
@@ -226,10 +225,7 @@ class EngineClient:
                 self._quarantine.finished(stream.request)
 
     async def _watch(self, heartbeat: Heartbeat) -> None:
-        """Set the state by the heartbeat, and kill an engine that stops or hangs.
-
-        On an overloaded machine, CPU time tells a slow process from a stopped one.
-        """
+        """Set the state by the heartbeat, and kill an engine that stops or hangs."""
         process, ticks = self._process, None
         assert process
         while True:

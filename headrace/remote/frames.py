@@ -33,7 +33,6 @@ class Add(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
     """Queue a request. The reply is `Accepted` or `Refused`."""
 
     id: str = ""
-    """Chosen by the `RemoteEngine` that the request is submitted to."""
     prompt_token_ids: list[int]
     params: SamplingParams | None = None
     pooling: PoolingParams | None = None
@@ -77,8 +76,6 @@ Command = Add | Abort | LoadAdapter | UnloadAdapter | MapBlocks
 
 
 class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
-    """Properties of a ready engine."""
-
     architecture: str
     vocab_size: int
     dim: int
@@ -107,7 +104,7 @@ class Refused(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class StepOutput(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
-    """New tokens and text of one output: see `request.Update`."""
+    """See `request.Update`."""
 
     id: str
     index: int
@@ -119,8 +116,6 @@ class StepOutput(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only
 
 
 class Ended(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
-    """The end of a request: its last event."""
-
     id: str
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -154,7 +149,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """The blocks of a KV group: see `stats.GroupMap`."""
+    """See `stats.GroupMap`."""
 
     layers: int
     window: int
@@ -174,7 +169,6 @@ class Blocks(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 Event = EngineInfo | Accepted | Refused | StepOutput | Ended | Report | Blocks
 Reply = Accepted | Blocks
-"""The first event after a command, if it is not `Refused`."""
 
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(Command)

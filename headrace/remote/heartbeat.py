@@ -17,7 +17,6 @@ _SIZE = mmap.PAGESIZE
 class Pulse(NamedTuple):
     age: float
     step: float
-    """Duration of the current step at the last write; 0 between steps."""
 
 
 def cpu_ticks(pid: int) -> int | None:

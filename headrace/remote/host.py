@@ -175,7 +175,6 @@ def report_of(stats: Stats) -> frames.Report:
 
 
 def blocks_of(request_id: str, block_map: BlockMap) -> frames.Blocks:
-    """Encode a block map with runs."""
     groups = [
         frames.GroupBlocks(
             layers=group.layers,
@@ -201,7 +200,7 @@ def _encode_holding(holding: Holding) -> frames.Holding:
 
 
 def _runs(blocks: Sequence[int]) -> list[int]:
-    """Encode blocks as runs of consecutive ids: the first id and the length of each run."""
+    """Runs are pairs: the first id and the length."""
     if not blocks:
         return []
     ids = np.asarray(blocks)

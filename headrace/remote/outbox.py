@@ -1,5 +1,3 @@
-"""Queue of events to send."""
-
 import socket
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -33,7 +31,6 @@ class Outbox:
 
 
 def merge(events: list[frames.Event]) -> list[frames.Event]:
-    """Merge the step outputs of each output into one event."""
     merged: list[frames.Event | list[frames.StepOutput]] = []
     outputs: dict[tuple[str, int], list[frames.StepOutput]] = {}
     for event in events:

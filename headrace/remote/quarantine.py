@@ -22,7 +22,7 @@ _MAX_SUSPECTS = 8
 class _Suspicion(NamedTuple):
     until: float
     max_suspects: int
-    """Maximum suspects that run at once, this request included; 0: the request is refused."""
+    """Including this request; 0 refuses it."""
 
 
 class Quarantine:
@@ -85,6 +85,5 @@ class Quarantine:
 
 
 def request_key(request: frames.Add) -> bytes:
-    """Hash prompt, parameters and options."""
     content = msgspec.structs.replace(request, id="", output_token_ids=[])
     return blake2b(frames.encode(content), digest_size=16).digest()

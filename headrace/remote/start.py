@@ -21,7 +21,6 @@ class StartedEngine(NamedTuple):
 
 
 def start_engine() -> StartedEngine:
-    """Start an engine process, which ends with this process."""
     ours, theirs = socket.socketpair()
     heartbeat = Heartbeat.create()
     # The process imports from the paths of this one, and never from the working directory, which

@@ -1,5 +1,3 @@
-"""Events of one request or command."""
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
@@ -7,7 +5,7 @@ from headrace.remote import frames
 from headrace.remote.errors import EngineError, RefusedError, TooSlowError
 
 _MAX_UNREAD = 4096
-"""Events that may wait for their reader before the request ends with TooSlowError."""
+"""Unread events that end the request with TooSlowError."""
 
 
 class Stream:

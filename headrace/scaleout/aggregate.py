@@ -29,7 +29,6 @@ _COUNTERS = (
 )
 _MAXIMA = ("step_seconds",)
 _KV_SHARES = ("occupancy", "waste")
-"""Figures combined as the mean over KV memory."""
 
 
 def combine_info(replicas: Collection[ReplicaStatus]) -> frames.EngineInfo:

@@ -1,5 +1,3 @@
-"""Carries events from an engine's thread to coroutines."""
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -39,7 +37,6 @@ class EventQueues:
         self._queues.pop(request_id, None)
 
     async def read(self, request_id: str) -> AsyncIterator[list[frames.Event]]:
-        """Yield the events of a request to the last."""
         queue = self._queues[request_id]
         while True:
             await queue.filled.wait()

@@ -1,7 +1,4 @@
-"""Quarantine of requests that were running on replicas that died.
-
-After two deaths a request runs alone among suspects. After three it is refused.
-"""
+"""Quarantine: after two deaths a request runs alone among suspects, after three it is refused."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,8 +15,6 @@ _DEATHS_REFUSED = 3
 
 
 class FleetQuarantine:
-    """Deaths of replicas by the content of requests."""
-
     def __init__(self) -> None:
         self._deaths: dict[bytes, dict[str, float]] = {}
         """Expiry time by boot id of the dead replica, on the system's monotonic clock."""

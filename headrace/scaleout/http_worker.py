@@ -200,7 +200,6 @@ def _describe(error: BaseException) -> str:
 
 
 async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
-    """Raise NoReplicaError for a busy worker, RefusedError for any other error."""
     if response.status == 200:
         return
     message = await _error_message(response)

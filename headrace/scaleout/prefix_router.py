@@ -2,8 +2,7 @@
 
 (uncached rows + queued rows) x seconds of a row
 
-Load weights the times (bounded loads: Mirrokni et al. 2018). The lowest load wins ties. Equal
-calls give equal choices.
+Load weights the times (bounded loads: Mirrokni et al. 2018). Equal calls give equal choices.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,7 +27,6 @@ class RoutedRequest:
     cached_tokens: int
     rows: int
     seconds: float
-    """Expected time to the first token."""
 
 
 class _RunningRequest(NamedTuple):
@@ -151,7 +149,7 @@ class PrefixRouter:
         return routed
 
     def first_token(self, routed: RoutedRequest) -> None:
-        """Note that the prompt was computed. A late call has no effect."""
+        """A late call has no effect."""
         request = self._running.get(routed.number)
         if request and request.queued_rows:
             self._loads.first_token(request.replica, request.queued_rows)
@@ -159,7 +157,7 @@ class PrefixRouter:
             self._running[routed.number] = request._replace(queued_rows=0)
 
     def ended(self, routed: RoutedRequest, tokens: Sequence[int] | None = None) -> None:
-        """End a request. `tokens`: prompt and output, which are now cached, or None."""
+        """`tokens`: prompt and output, which are now cached, or None."""
         request = self._running.pop(routed.number, None)
         if request is None:
             return
@@ -175,7 +173,7 @@ class PrefixRouter:
             )
 
     def failed(self, routed: RoutedRequest) -> None:
-        """End a request that its replica failed; it gets fewer requests until it recovers."""
+        """The replica gets fewer requests until it recovers."""
         request = self._running.get(routed.number)
         if request:
             self._loads.raise_doubt(request.replica)

@@ -130,5 +130,4 @@ class PrefixTree:
 
 
 def _root(scope: CacheScope) -> bytes:
-    """Nodes start with another letter than scopes."""
     return b"s" + dumps(scope).encode()

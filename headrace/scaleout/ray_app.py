@@ -22,10 +22,10 @@ from headrace.validation import check_names
 _HEALTH_SECONDS = 2.0
 _HEALTH_TIMEOUT = 10.0
 _TARGET_LOAD = 0.7
-"""Share of the running sequences of a replica at which there are enough replicas."""
+"""Share of running sequences that needs no further replica."""
 _MIN_LOOK_BACK = 1.0
 _MAX_AT_INGRESS = 10_000
-"""Maximum requests at the ingress: high, since the app itself limits requests."""
+"""High, since the app itself limits requests."""
 _ROUTER = f"{__name__}.PrefixRequestRouter"
 """Ray imports the router by this path: it would copy a local class by value."""
 _MAX_ATTEMPTS = 3
@@ -69,7 +69,7 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def replicas(setup: frames.Setup, settings: Settings, scale: Scale) -> Application:
-    """Build the replicas of a model; each rank has `config.threads` cores, which must be set."""
+    """Each rank has `config.threads` cores, which must be set."""
     max_running = setup.config.max_seqs
     scaling: dict[str, Any] = {"num_replicas": scale.replicas}
     if scale.max_replicas > scale.replicas:

@@ -42,7 +42,7 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum; 0: always `replicas`."""
     up_seconds: float = 10.0
     down_seconds: float = 120.0
-    """Seconds of low load before a replica is removed."""
+    """Seconds of low load before a replica ends."""
 
 
 @contextmanager

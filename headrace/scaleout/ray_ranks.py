@@ -35,7 +35,7 @@ class RayRanks:
 
 class RankActor:
     def run(self, rank: int, num_ranks: int, address: str, port: int) -> int:
-        """Run the worker until rank 0 ends; returns its exit code."""
+        """Returns the worker's exit code."""
         place = Placement(rank=rank, size=num_ranks, address=address, port=port, has_store=False)
         return run_worker(place, RANK_COMMAND)
 

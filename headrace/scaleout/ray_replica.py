@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from headrace.scaleout.ray_ranks import RayRanks
 
 _REPORT_SECONDS = 0.2
-"""Maximum seconds that a status waits for a report; then it has the last one."""
+"""Seconds that a status waits for a new report."""
 
 
 class UnhealthyError(HeadraceError): ...
@@ -109,7 +109,6 @@ class Replica:
         ).encode()
 
     def check_health(self) -> None:
-        """Raise UnhealthyError if Ray must replace the replica."""
         thread = self._host.thread
         if thread.closed:
             raise UnhealthyError("the engine has ended")

@@ -1,5 +1,3 @@
-"""Serves a model from replicas on Ray."""
-
 import logging
 import re
 import secrets

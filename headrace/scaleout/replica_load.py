@@ -102,7 +102,6 @@ class ReplicaLoads:
         return seconds
 
     def weighted(self, seconds: Floats) -> Floats:  # [replicas]
-        """Penalise overloaded and failing replicas."""
         table = self._table
         loads = table["load"][self.is_present]
         grace = _GRACE_REQUESTS * loads.sum() / max(self._num_routed, 1)
@@ -112,7 +111,7 @@ class ReplicaLoads:
         return weighted
 
     def least_loaded(self, candidates: NDArray[np.intp], start: int) -> int:
-        """Return the candidate with the lowest load; ties go to the next from `start` on."""
+        """Ties go to the next from `start` on."""
         loads = self._table["load"][candidates]
         lowest = candidates[loads == loads.min()]
         return int(lowest[np.searchsorted(lowest, start) % len(lowest)])
@@ -121,7 +120,6 @@ class ReplicaLoads:
         return float(self._table["step_seconds"][replica])
 
     def begin(self, replica: int, rows: int, seconds: float) -> None:
-        """`seconds`: expected time to first token."""
         table = self._table
         decay = exp(-1 / (_MEMORY_REQUESTS * max(1, int(self.is_present.sum()))))
         self._num_routed = self._num_routed * decay + 1
@@ -152,7 +150,6 @@ class ReplicaLoads:
         self._table["doubt"][replica] = min(2 * self._table["doubt"][replica], _MAX_DOUBT)
 
     def observe(self, replica: int, queued: int, running: int) -> None:
-        """Set a replica's own counts, which include other routers."""
         table = self._table
         table["queued_elsewhere"][replica] = queued - table["queued"][replica]
         table["running_elsewhere"][replica] = running - table["running"][replica]

@@ -9,7 +9,6 @@ from headrace.remote import frames
 _DECAY = 0.95
 _CHUNK_SIZE = 512
 _MIN_STEP_SHARE = 0.2
-"""Minimum share of the mean step for reading weights."""
 _MIN_ROW_SHARE = 0.01
 """Minimum share of the mean row time, since few steps may give any line."""
 

@@ -1,5 +1,3 @@
-"""One request of a fleet, which resumes on another replica."""
-
 from collections.abc import Callable
 from dataclasses import replace
 from time import monotonic
@@ -70,7 +68,7 @@ class ResumableRequest:
         )
 
     def receive(self, output: frames.StepOutput) -> frames.StepOutput | None:
-        """Record an output; returns None if the client has its end already."""
+        """Returns None if the client has the output's end already."""
         if output.index in self._finished:
             return None
         if self._first_token is None:

@@ -72,13 +72,12 @@ WORKER_ROUTES = {
     "/worker/generate": Route("POST", worker.generate),
     "/worker/status": Route("GET", worker.status),
 }
-"""Further routes of a worker, for its frontend only; OpenAPI leaves them out."""
+"""Routes for a worker's frontend, absent from OpenAPI."""
 _MODEL_PREFIX = "/v1/models/"
 _MODEL_ROUTE = Route("GET", health.model)
 
 
 def make_app(state: ServerState, observers: Iterable[Observer] = ()) -> AsgiApp:
-    """Make the ASGI application; observers are called at the end of every request."""
     table = ROUTES | (WORKER_ROUTES if state.settings.worker else {})
 
     def handler(route: Route) -> Handler:

@@ -1,5 +1,3 @@
-"""The ASGI application."""
-
 import hmac
 import logging
 from base64 import b64decode
@@ -24,7 +22,7 @@ from headrace.server.settings import Settings
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PUBLIC = ("/health", "/health/live", "/health/ready")
-"""Routes that need no API key. They reveal only whether the server is healthy."""
+"""Routes that need no API key."""
 
 Routes = Mapping[str, Mapping[str, Handler]]
 
@@ -135,7 +133,7 @@ class AsgiApp:
 
 
 def sse_error(error: Exception) -> bytes:
-    """Encode an error as the last events of a stream whose status has already been sent."""
+    """Encode an error of a stream whose status has been sent."""
     api_error = as_api_error(error)
     if api_error.status == 500:
         log.error("stream failed", exc_info=error)
@@ -150,11 +148,6 @@ def _host_name(host: str | None) -> str:
 
 
 def _credentials(http: HttpExchange) -> str:
-    """Return the API key in the headers, or "".
-
-    OpenAI's clients send a bearer token, Anthropic's send `x-api-key`, and browsers send the
-    password of a login dialog.
-    """
     scheme, _, rest = (http.header("authorization") or "").partition(" ")
     if scheme.lower() == "bearer":
         return rest.strip()

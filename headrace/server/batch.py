@@ -25,7 +25,7 @@ from headrace.server.state import ServerState
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 _REQUESTS_PER_SEQUENCE = 2
-"""Concurrent requests per sequence that can run: some are tokenized while others generate."""
+"""Some requests are tokenized while others generate."""
 _MAX_TRIES = 3
 _POLL_SECONDS = 0.1
 
@@ -38,7 +38,7 @@ class BatchRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_requests(path: Path) -> list[tuple[str, int]]:
-    """Return the id of each request and the byte offset of its line. Raises RequestError."""
+    """Return ids and byte offsets. Raises RequestError."""
     requests: list[tuple[str, int]] = []
     line_numbers: dict[str, int] = {}
     offset = 0

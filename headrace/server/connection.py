@@ -1,5 +1,3 @@
-"""A uvicorn connection with time limits for slow clients."""
-
 import asyncio
 import logging
 from typing import Any

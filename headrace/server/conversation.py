@@ -27,7 +27,6 @@ from headrace.structured_outputs import StructuredOutputs
 class Conversation:
     model: str | None
     messages: list[dict[str, Any]]
-    """Messages as chat templates read them."""
     params: SamplingParams
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: str | Mapping[str, Any] | None = None

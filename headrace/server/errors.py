@@ -138,7 +138,6 @@ _PARAMETERS = {
 
 
 def request_error(message: str) -> ApiError:
-    """Convert a RequestError, whose message may start with the wrong field."""
     word, field = _FIRST_WORD.match(message), _FIELD.match(message)
     if word and word[0] in _PARAMETERS:
         return invalid(message, word[0])

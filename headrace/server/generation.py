@@ -19,7 +19,6 @@ from headrace.server.response_format import structured_outputs
 from headrace.server.state import timeout_error, unsigned_seed
 
 _CONVERTED = ("max_tokens", "logprobs", "seed", "logit_bias", "structured_outputs")
-"""Fields that have another form in a request."""
 _SAME_NAME = [
     row.name
     for row in SAMPLING_FIELDS.values()
@@ -59,7 +58,6 @@ def sampling_params(
 
 
 def given_fields(request: msgspec.Struct, names: Iterable[str]) -> dict[str, Any]:
-    """Return the named fields that are present in the request."""
     values = {name: getattr(request, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -103,7 +101,6 @@ class Usage:
     completion: int = 0
     cached: int = 0
     reasoning: int = 0
-    """Completion tokens of steps that produced only reasoning."""
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -1,5 +1,3 @@
-"""Health checks, version, metrics and the list of models."""
-
 from importlib.metadata import version
 
 from headrace.server.http_exchange import HttpExchange

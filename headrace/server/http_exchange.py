@@ -107,7 +107,7 @@ class HttpExchange:
                 return b"".join(parts)
 
     async def while_connected(self, work: Awaitable[_T]) -> _T:
-        """Await `work`; if the client disconnects, cancel it and raise Disconnected."""
+        """Await `work`; a disconnect cancels it. Raises Disconnected."""
         task = asyncio.ensure_future(work)
         disconnect = asyncio.ensure_future(self._wait_for_disconnect())
         try:

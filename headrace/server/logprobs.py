@@ -1,5 +1,3 @@
-"""Log-probabilities in the forms of chat completions and of completions."""
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +9,7 @@ _MIN_LOGPROB = -9999.0
 
 
 def chat_logprobs(entries: list[Logprobs], num_top: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return log-probabilities of tokens and of each position's `num_top` likeliest tokens."""
+    """Log-probabilities of tokens and of the `num_top` likeliest tokens."""
     content = []
     for entry in entries:
         token_id, sampled = next(iter(entry.items()))
@@ -38,10 +36,7 @@ def completion_logprobs(
     offset: int,
     tokenizer: Tokenizer,
 ) -> dict[str, Any]:
-    """Return log-probabilities in the form of completions.
-
-    `offset` counts characters. The first token of a prompt has None.
-    """
+    """`offset` counts characters. The first token of a prompt has None."""
     result: dict[str, list[Any]] = {
         "tokens": [],
         "token_logprobs": [],

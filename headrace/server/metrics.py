@@ -1,4 +1,4 @@
-"""Prometheus metrics of requests and of the engine, also under vLLM's names."""
+"""Prometheus metrics, also under vLLM's names."""
 
 from collections import deque
 from collections.abc import Callable, Iterable

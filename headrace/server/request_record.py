@@ -24,7 +24,6 @@ _UNLOGGED_PREFIXES = (
     "/openapi.json",
     "/worker/status",
 )
-"""Paths that clients poll; only their errors are logged."""
 
 CLIENT_LEFT = 499
 """Status of a request whose client disconnected before the response, as in nginx."""
@@ -54,7 +53,6 @@ class RequestRecord:
     prefill: float = 0.0
     decode: float = 0.0
     error: str = ""
-    """Code of the error that ended the request, also if the status was sent before."""
 
     @classmethod
     def of(cls, method: str, path: str, headers: Mapping[str, str]) -> "RequestRecord":

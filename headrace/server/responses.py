@@ -122,7 +122,6 @@ def _tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def _template_messages(items: list[InputItem]) -> list[dict[str, Any]]:
-    """Adjacent items of the assistant form one message."""
     messages: list[dict[str, Any]] = []
     assistant: dict[str, Any] | None = None  # the message to which further items are added
     for i, item in enumerate(items):

@@ -25,7 +25,7 @@ from headrace.server.tracing import Tracer, otlp_exporter
 
 _POLL_SECONDS = 0.05
 _SEND_BUFFER = 1 << 18
-"""Bytes that the kernel buffers for a slow client; its own default is megabytes."""
+"""The default of the kernel is megabytes."""
 
 _log = logging.getLogger("headrace.server")
 

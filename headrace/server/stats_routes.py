@@ -14,7 +14,7 @@ from headrace.server.state import ServerState
 
 _EVENT_SECONDS = 0.5
 _FIRST_TOKEN_SECONDS = 120.0
-"""Age in seconds up to which times to first token are listed."""
+"""Seconds."""
 _MAX_STREAMS = 32
 
 

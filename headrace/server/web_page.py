@@ -34,7 +34,7 @@ _NAMES = (
     "vendor/uPlot.min.css",
 )
 FILES = {"/": "index.html"} | {f"/page/{name}": name for name in _NAMES}
-"""Names of files in the folder by URL path. Only these files are served."""
+"""Names of files by URL path."""
 _HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "

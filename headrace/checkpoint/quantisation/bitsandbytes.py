@@ -37,8 +37,6 @@ _THRESHOLD = 6.0
 
 @frozen
 class _Blocks:
-    """Blocks that run over the whole matrix, row after row."""
-
     kind: Codebook
     cols: int
     size: int
@@ -234,7 +232,6 @@ def _is_size(value: Any) -> bool:
 
 @cache
 def _format(blocks: _Blocks) -> Format:
-    """Only codes are by row: a block may span several rows, or parts of two."""
     groups = blocks.cols // blocks.group
     spec = QuantSpec(
         bits=4, group=0 if groups == 1 else blocks.group, scale="f32", codebook=blocks.kind

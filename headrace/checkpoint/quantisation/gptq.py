@@ -44,7 +44,6 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "adapter": (None,),
 }
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
-"""A word in which every code is 1."""
 
 
 class Gptq:

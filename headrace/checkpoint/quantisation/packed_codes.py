@@ -18,7 +18,6 @@ Words = NDArray[np.uint32]
 def gathered(
     tensors: Tensors, parts: Sequence[str], matrix: Callable[[str], StoredTensor], where: str
 ) -> dict[str, StoredTensor]:
-    """Replace the parts of each layer X by `matrix(X)` as `X.weight`."""
     layers = sorted(
         name.removesuffix(parts[0]) for name in tensors if name.endswith(f".{parts[0]}")
     )

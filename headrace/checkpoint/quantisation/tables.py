@@ -54,8 +54,6 @@ class Codes:
 
 @frozen
 class Scales:
-    """The weights that share a scale."""
-
     group: int
     """Columns; 0 for a row."""
     number: Number | Literal["e8m0", "e4m3"]

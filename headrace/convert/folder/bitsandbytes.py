@@ -25,8 +25,6 @@ _STATE_BYTES = 256
 
 @frozen
 class BitsAndBytes:
-    """Writes nf4 and fp4 in groups of columns."""
-
     spec: QuantSpec
 
     def __post_init__(self) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from headrace.convert.tensor_writer import ByteRange, FileLayout, PlannedTensor
 
 _ALIGNMENT = 8
-"""Aligns tensors of every type."""
 _WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
 
 

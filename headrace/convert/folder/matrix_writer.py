@@ -20,9 +20,7 @@ _CHUNK_BITS = 1 << 24
 class MatrixWriter(Protocol):
     """Writes matrices of one method; `X.weight` becomes tensors named `X.*`."""
 
-    def config(self, plain_modules: Sequence[str]) -> dict[str, Any]:
-        """Make the `quantization_config` of a model."""
-        ...
+    def config(self, plain_modules: Sequence[str]) -> dict[str, Any]: ...
 
     def planned(self, name: str, rows: int, cols: int) -> list[PlannedTensor]:
         """Plan the tensors of a matrix. Raises RequestError if its columns do not fit."""
@@ -34,7 +32,6 @@ class MatrixWriter(Protocol):
 
 
 def check_groups(spec: QuantSpec, name: str, cols: int) -> None:
-    """Raise RequestError if the columns are not whole groups."""
     if spec.group and cols % spec.group:
         fitting = [group for group in (256, 192, 128, 96, 64, 32, 16) if cols % group == 0]
         groups = f"groups of {' or '.join(map(str, fitting))}, or " if fitting else ""

@@ -1,5 +1,3 @@
-"""Writes a model as a Hugging Face folder."""
-
 import json
 import math
 import shutil

@@ -54,15 +54,11 @@ _KEPT = ("_norm.weight", "ffn_gate_inp.weight")
 _KEPT_WHOLE = ("position_embd.weight", "token_types.weight")
 
 _LONG_BLOCKS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "TQ1_0", "TQ2_0")
-"""Blocks of 256 columns; other formats have 32."""
 _SHORT_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
-"""Replacements for rows that are no multiple of 256."""
 
 
 @frozen
 class MixtureFacts:
-    """The facts that the rules depend on."""
-
     architecture: str
     layers: int
     heads_per_kv_head: int = 1

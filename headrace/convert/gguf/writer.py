@@ -1,5 +1,3 @@
-"""Writes a model as a GGUF file."""
-
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,8 +27,6 @@ _QUANTISATION_VERSION = 2
 
 @frozen(eq=False)
 class GgufContents:
-    """The content of a file before its tensors have formats."""
-
     fields: Fields
     shapes: Mapping[str, tuple[int, ...]]
     """Rows first, in the file's order."""
@@ -40,8 +36,6 @@ class GgufContents:
 
 @frozen(eq=False)
 class GgufPlan:
-    """The content of a file, with formats."""
-
     mixture: str
     contents: GgufContents
     tensors: Mapping[str, PlannedTensor]

@@ -1,5 +1,3 @@
-"""Collects the deltas of an output."""
-
 from collections.abc import Callable
 from secrets import token_hex
 
@@ -19,9 +17,7 @@ def random_id() -> str:
 
 
 class DeltaWriter:
-    """Collects deltas in order. White space next to a marker is dropped, so it waits for more
-    text.
-    """
+    """Collects deltas; drops white space next to a marker."""
 
     def __init__(self, new_id: Callable[[], str], holds_space: bool) -> None:
         self._new_id = new_id
@@ -41,7 +37,6 @@ class DeltaWriter:
         self._write(Reasoning, text, True)
 
     def boundary(self, new_line: bool = False) -> None:
-        """Note a marker; with `new_line`, the text after it starts on a new line."""
         self._held_space.clear()
         self._after_marker = True
         self._new_line = new_line

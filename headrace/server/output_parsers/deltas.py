@@ -1,5 +1,3 @@
-"""The parts of an output."""
-
 from dataclasses import dataclass
 
 
@@ -36,7 +34,6 @@ Delta = Content | Reasoning | ToolCallStart | ToolCallArguments
 
 
 def merge_deltas(deltas: list[Delta]) -> list[Delta]:
-    """Merge neighbouring deltas of one type."""
     result: list[Delta] = []
     texts: list[str] = []
     for delta in deltas:

@@ -1,5 +1,3 @@
-"""Finds the end of a JSON value in streamed text."""
-
 import re
 
 _IN_STRING = re.compile(r'[^"\\]*')

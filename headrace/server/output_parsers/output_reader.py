@@ -1,5 +1,3 @@
-"""Reads an output that may contain tool calls."""
-
 from collections.abc import Mapping
 
 from headrace.server.output_parsers.delta_writer import DeltaWriter

@@ -1,5 +1,3 @@
-"""Parses streamed output into reasoning, content and tool calls."""
-
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,8 +23,6 @@ from headrace.server.output_parsers.tools import Tool
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """The syntax of a model's reasoning and tool calls."""
-
     tool_call_format: ToolCallFormat | None = None
     reasoning_format: ReasoningFormat | None = None
 
@@ -54,7 +50,6 @@ class OutputFormat:
         return cls(tool_call_format, reasoning_format)
 
     def needs_special_tokens(self, control_tokens: Collection[str], with_tools: bool) -> bool:
-        """Return whether a marker is a control token, which the text must then include."""
         markers = list(self.reasoning_format.markers) if self.reasoning_format else []
         if tool_call_format := self._active_tool_call_format(with_tools):
             markers += (*tool_call_format.openers, *tool_call_format.markers)

@@ -17,7 +17,7 @@ Steps: TypeAlias = Generator[None, None, T]
 
 SPACE = " \t\r\n"
 MAX_NAME = 1024
-"""Maximum characters of a name, a key or a number."""
+"""Characters of a name, a key or a number."""
 
 _SPACES = re.compile(r"[ \t\r\n]*")
 _IN_STRING = re.compile(r'[^"\\]*')
@@ -84,7 +84,7 @@ class TextReader:
         return self._text[self._position : self._position + 1]
 
     def run(self, pattern: re.Pattern[str], take: Callable[[str], object]) -> Steps[None]:
-        """Read the longest run of a character class and pass it to `take`."""
+        """Read a run of a character class and pass it to `take`."""
         while True:
             match = pattern.match(self._text, self._position)
             take(self._read(match.end() if match else self._position))
@@ -93,7 +93,7 @@ class TextReader:
             yield
 
     def word(self, pattern: re.Pattern[str], max_length: int = MAX_NAME) -> Steps[str]:
-        """Read the longest run of a character class. Raises MalformedError above `max_length`."""
+        """Read a run of a character class. Raises MalformedError above `max_length`."""
         word = ""
         while True:
             limit = self._position + max_length + 1 - len(word)
@@ -111,7 +111,6 @@ class TextReader:
         return "".join(pieces)
 
     def next_is(self, marker: str) -> Steps[bool]:
-        """Read `marker` if it comes next; returns whether it did."""
         return bool((yield from self.one_of((marker,))))
 
     def one_of(self, texts: tuple[str, ...]) -> Steps[str]:
@@ -131,7 +130,6 @@ class TextReader:
             raise MalformedError
 
     def until(self, texts: tuple[str, ...], take: Callable[[str], object]) -> Steps[str]:
-        """Pass text to `take` until a marker; returns the marker, or "" at the end."""
         find = markers(texts)
         while True:
             if match := find.find(self._text, self._position):

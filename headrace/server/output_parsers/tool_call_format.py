@@ -20,14 +20,14 @@ class ToolCallFormat:
     read: Callable[[OutputReader, str], Steps[None]]
     """Reads the tool calls after an opener; raises MalformedError."""
     grammar: Callable[[LarkGrammar, Sequence[Tool], bool], str]
-    """Makes a grammar expression of one tool call, or of several if the last argument is true."""
+    """Matches one tool call, or several if the last argument is true."""
     markers: tuple[str, ...] = ()
-    """Further texts of the format that can be control tokens."""
+    """Further texts that can be control tokens."""
     bare: str = ""
     """First characters of calls without an opener. They must name a tool of the request."""
     new_id: Callable[[], str] = random_id
     always: bool = False
-    """Whether outputs without tool calls follow the format too; then it also reads reasoning."""
+    """Whether all outputs follow the format; then it also reads reasoning."""
 
     def read_output(self, reader: OutputReader) -> Steps[None]:
         if self.always:

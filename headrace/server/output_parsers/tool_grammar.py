@@ -1,5 +1,3 @@
-"""Grammars that restrict an output to tool calls, as `tool_choice` demands."""
-
 from collections.abc import Mapping, Sequence
 
 from headrace.server.output_parsers.lark import LarkGrammar

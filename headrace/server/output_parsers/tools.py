@@ -1,5 +1,3 @@
-"""The tools of a request and its `tool_choice`."""
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +17,6 @@ _NO_PARAMETERS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call."""
-
     name: str
     parameters: Mapping[str, Any] = field(default_factory=lambda: _NO_PARAMETERS)
 

@@ -47,7 +47,6 @@ def _read(reader: OutputReader, opener: str) -> Steps[None]:
 
 
 def _read_kimi(reader: OutputReader, opener: str) -> Steps[None]:
-    """Kimi K2's ids are `functions.NAME:NUMBER`."""
     yield from reader.space()
     yield from reader.expect(_KIMI_BEGIN)
     more = True

@@ -27,7 +27,6 @@ class _Messages:
 
     def __init__(self, reader: OutputReader) -> None:
         self.take: Callable[[str], object] = reader.writer.content
-        """Writes the message's text; text outside of messages is content."""
         self._reader = reader
 
     def read(self) -> Steps[None]:

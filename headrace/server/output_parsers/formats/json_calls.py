@@ -1,5 +1,3 @@
-"""Tool calls as JSON objects."""
-
 import json
 from collections.abc import Sequence
 

@@ -16,8 +16,6 @@ def _list_format(
     name_key: str = "name",
     arguments: str = "arguments",
 ) -> ToolCallFormat:
-    """Make a format; with `closes`, the model must write the closer."""
-
     def read(reader: OutputReader, opener: str) -> Steps[None]:
         yield from reader.space()
         yield from read_list(reader)

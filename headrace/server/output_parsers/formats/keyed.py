@@ -12,7 +12,7 @@ _PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 
 class KeyedArguments:
-    """Writes one call's arguments as JSON: strings as they arrive, other values when complete."""
+    """Writes one call's arguments as JSON."""
 
     def __init__(self, reader: OutputReader, name: str) -> None:
         reader.start_call(name)
@@ -69,7 +69,6 @@ def _json(text: str) -> str:
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """Return JSON of an allowed type as it is, other text as a JSON string."""
     value = text.strip()
     value = _PYTHON_LITERALS.get(value, value)
     kind = _kind(value)

@@ -23,7 +23,6 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 def _new_id() -> str:
-    """Mistral's templates accept only ids of nine letters and digits."""
     return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
 
 

@@ -1,5 +1,3 @@
-"""Converts Python literals to JSON as they arrive."""
-
 import json
 import math
 import re
