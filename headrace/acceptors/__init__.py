@@ -13,7 +13,7 @@ from headrace.outputs import FinishReason
 
 
 class OutputView(Protocol):
-    """The part of a sequence's output that an acceptor uses."""
+    """The part of an output that an acceptor uses."""
 
     token_ids: list[int]
     finish_reason: FinishReason | None
@@ -21,7 +21,7 @@ class OutputView(Protocol):
 
     @property
     def constraint(self) -> Constraint | None:
-        """The grammar or rules that limit the next tokens."""
+        """The grammar or rules for the next tokens."""
 
     def clone(self) -> Self: ...
 
@@ -30,19 +30,19 @@ class OutputView(Protocol):
 
 
 class SampledSequence(Protocol):
-    """The part of a scheduled sequence that an acceptor uses to sample its next token."""
+    """The part of a scheduled sequence that an acceptor uses."""
 
     @property
     def source(self) -> int:
-        """Index of the sequence in the step."""
+        """Index in the step."""
 
     @property
     def first_sample_row(self) -> int:
-        """Logit row of the last scheduled token; the rows of the draft nodes follow it."""
+        """Logit row of the last scheduled token, before the rows of the draft nodes."""
 
     @property
     def position(self) -> int:
-        """Position of the next token in the sequence."""
+        """Position of the next token."""
 
     @property
     def sampler(self) -> SamplerState: ...
@@ -52,7 +52,7 @@ class SampledSequence(Protocol):
 
     @property
     def num_logprobs(self) -> int:
-        """Number of top log-probabilities with the token's own; -1: none."""
+        """Top log-probabilities with the token's own; -1: none."""
 
     @property
     def masks(self) -> Masks | None:
@@ -67,13 +67,10 @@ AnySequence = TypeVar("AnySequence", bound=SampledSequence)
 
 
 class Acceptor(Protocol):
-    """Decides which sequences continue after a step, and with which new tokens.
-
-    Independent sequences share one acceptor. Each beam search has its own.
-    """
+    """Accepts tokens for independent sequences, or for one beam search."""
 
     is_group: bool
-    """Whether the sequences form a beam group: they sample in the same step, one token each."""
+    """Whether the sequences are beams, which sample in the same step, one token each."""
     needs_logits: bool
     """Whether `accept` reads the logits."""
 
@@ -88,10 +85,10 @@ class Acceptor(Protocol):
     ) -> list[tuple[AnySequence, Commit | None]]:
         """Return the sequences that continue, in their new order, with their commits.
 
-        `results` are the results of `logit_ops`, `logits` is [rows, vocab] if `needs_logits`. A
-        sequence that is returned several times is forked; a sequence that is not returned is
-        freed. A commit of None fails the request, because its logits were not finite.
+        `logits` is [rows, vocab] if `needs_logits`. Returning a sequence several times forks it;
+        one that is not returned is freed. A commit of None fails the request: its logits were not
+        finite.
         """
 
     def outputs(self, outputs: list[AnyOutput]) -> list[AnyOutput]:
-        """Return the final outputs of the request by index, given the outputs of its sequences."""
+        """Return the final outputs by index, given the outputs of its sequences."""

@@ -1,7 +1,6 @@
-"""Beam search: of all continuations of a request's sequences, keep the likeliest few.
+"""Beam search, as in Hugging Face transformers.
 
-Finished beams are ranked by total / length ** length_penalty (Wu et al. 2016, without their
-constant 5). They finish, and a search ends, as in Hugging Face transformers.
+Beams are ranked by total / length ** length_penalty (Wu et al. 2016, without their constant 5).
 """
 
 from bisect import insort
@@ -35,10 +34,9 @@ class Hypothesis(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BeamSearch:
-    """The beam search of one request. Its sequences are always in the order of the beams.
+    """The beam search of one request. Its sequences are in the order of the beams.
 
-    The total of a beam is the sum of its log-probabilities after biases and penalties, at
-    temperature 1.
+    A total sums log-probabilities after biases and penalties, at temperature 1.
     """
 
     width: int
@@ -46,14 +44,14 @@ class BeamSearch:
     length_penalty: float
     early_stopping: bool
     num_end_ids: int
-    """Number of tokens that may end a beam. A step ranks that many extra tokens of each beam,
-    so that `width` candidates remain.
+    """Tokens that may end a beam. A step ranks as much more of each beam, so that `width`
+    continue.
     """
     needs_logits: bool
     """Whether the request has stop strings or returns log-probabilities."""
     totals: list[float] = field(default_factory=lambda: [0.0])
     finished: list[Hypothesis] = field(default_factory=list)
-    """Up to `width` finished beams, best first."""
+    """Best first."""
     is_group = True
 
     def logit_ops(self, seqs: list[AnySequence]) -> list[LogitOp]:
@@ -88,7 +86,9 @@ class BeamSearch:
         return [(seq, None) for seq in seqs]
 
     def outputs(self, outputs: list[AnyOutput]) -> list[AnyOutput]:
-        """Return the best `num_results` outputs once all beams have ended, live beams included."""
+        """Return the best `num_results` outputs once all beams have ended; before that an empty
+        list.
+        """
         if any(output.finish_reason is None for output in outputs):
             return []
         cut_short = list(map(self._hypothesis, outputs, self.totals))
@@ -126,8 +126,7 @@ class BeamSearch:
     ) -> list[tuple[AnySequence, Commit | None]] | None:
         """Finish the ending candidates among the best `width`; accept the best `width` others.
 
-        Returns None, and changes no state, if stop strings end too many candidates, so that a
-        beam needs more than `count`.
+        Returns None, and changes no state, if a beam needs more than `count` candidates.
         """
         accepted: list[tuple[AnySequence, Commit | None]] = []
         totals: list[float] = []
@@ -172,7 +171,7 @@ class BeamSearch:
         return float(total / max(length, 1) ** self.length_penalty)
 
     def _ends(self, totals: list[float], length: int) -> bool:
-        """Whether the search ends: no beam continues, or `width` beams are finished.
+        """Whether no beam continues, or `width` beams are finished.
 
         Without early stopping, no live beam may score better at its present length.
         """

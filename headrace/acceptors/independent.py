@@ -12,7 +12,7 @@ from headrace.logit_ops import LogitOp, LogitOpResult, SampleOp, SampleResult
 
 
 class IndependentAcceptor:
-    """Accepts the sampled tokens of each sequence, with one acceptance method for all drafts."""
+    """Accepts the sampled tokens of each sequence, with one method for all drafts."""
 
     is_group = False
     needs_logits = False

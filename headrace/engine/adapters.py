@@ -1,4 +1,4 @@
-"""Loaded adapters, and the number of requests that use each."""
+"""Loaded adapters and their users."""
 
 from dataclasses import dataclass
 from itertools import count
@@ -14,9 +14,7 @@ class LoadedAdapter:
     name: str
     number: int
     scope: str
-    """KV is shared only within a scope. An adapter loaded later under the same name has another
-    scope.
-    """
+    """KV is shared only within a scope, and each load makes a new one."""
     num_users: int = 0
 
 
@@ -43,9 +41,7 @@ class Adapters:
         self._loaded[name] = LoadedAdapter(name, number, scope)
 
     def unload(self, name: str) -> None:
-        """Unload an adapter; its last unfinished request frees it. Raises RequestError if it is
-        not loaded.
-        """
+        """Unload an adapter; its last request frees it. Raises RequestError if it is not loaded."""
         self.check(name)
         self._remove_unused(self._loaded.pop(name))
 
@@ -55,9 +51,7 @@ class Adapters:
         check_names("adapter", [name], self._loaded)
 
     def find(self, name: str | None) -> LoadedAdapter | None:
-        """Return the adapter that a request names, if any. Raises RequestError if it is not
-        loaded.
-        """
+        """Return a request's adapter, if any. Raises RequestError if it is not loaded."""
         if name is None:
             return None
         self.check(name)

@@ -1,4 +1,4 @@
-"""Builds the ragged batch of a step from its scheduled sequences."""
+"""Builds the ragged batch of a step."""
 
 from collections.abc import Iterator
 
@@ -14,9 +14,7 @@ WORD_BITS = 64
 
 
 def build_batch(scheduled: list[ScheduledSequence], block_size: int) -> RaggedBatch:
-    """Return the batch, and set each sequence's indices among the logit rows and the pooled
-    rows.
-    """
+    """Return the batch, and set each sequence's indices among the logit and pooled rows."""
     tokens: list[int] = []
     positions: list[int] = []
     written: list[range] = []
@@ -69,9 +67,7 @@ def build_batch(scheduled: list[ScheduledSequence], block_size: int) -> RaggedBa
 
 
 def _token_source(scheduled: list[ScheduledSequence], row_start: list[int]) -> Ints | None:
-    """Return the last launch's op that samples each pending token, [rows]; None if all are
-    known.
-    """
+    """Return the last launch's op that samples each pending token, [rows]; None without one."""
     if not any(item.seq.num_pending for item in scheduled):
         return None
     source = np.full(row_start[-1], -1, np.int32)
@@ -99,9 +95,7 @@ def _depths(draft: DraftTree) -> Iterator[int]:
 def _ancestors(
     scheduled: list[ScheduledSequence], row_start: list[int]
 ) -> NDArray[np.uint64] | None:
-    """Return a bit for each draft row that a row sees, [rows, words]; None if all drafts are
-    chains.
-    """
+    """Return a bit for each draft row that a row sees, [rows, words]; None if all are chains."""
     if all(
         parent == node - 1 for item in scheduled for node, parent in enumerate(item.draft.parents)
     ):

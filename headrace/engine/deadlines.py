@@ -5,7 +5,6 @@ from heapq import heapify, heappop, heappush
 from headrace.engine.sequence import Request
 
 _MAX_SPARE = 16
-"""Heap entries of ended requests that are always tolerated."""
 
 
 class Deadlines:
@@ -29,7 +28,6 @@ class Deadlines:
             heapify(self._heap)
 
     def pop_overdue(self, now: float) -> list[Request]:
-        """Remove and return the requests whose deadline has passed."""
         requests = []
         while self._heap and self._heap[0][0] <= now:
             _, _, request = heappop(self._heap)

@@ -1,4 +1,4 @@
-"""The engine: requests in, updates out. It has no thread of its own (`engine/thread.py`)."""
+"""The engine: requests in, updates out. `thread.py` owns its thread."""
 
 import logging
 import os
@@ -57,11 +57,9 @@ _log = logging.getLogger("headrace.engine")
 
 @frozen
 class EngineLimits:
-    """Limits of a model and its executable."""
-
     vocab_size: int
     max_model_len: int
-    """Max tokens of a sequence, prompt and output together."""
+    """Tokens, prompt and output together."""
     kv: KvConfig
     kv_groups: tuple[KvGroup, ...]
     attention_crossover: float = inf
@@ -147,11 +145,9 @@ class Engine:
         """Check a request without queueing it, and return it for `add`.
 
         With `pooling` the prompt is embedded, and `params` is not used. `output_token_ids` are
-        tokens that another engine generated with the same seed; this engine continues after
-        them.
+        tokens that another engine generated with the same seed; this engine continues after them.
 
-        Raises RequestError if this engine cannot serve the request. May be called from any
-        thread.
+        Raises RequestError. May be called from any thread.
         """
         try:
             params = SamplingParams() if params is None else params
@@ -190,8 +186,8 @@ class Engine:
     ) -> str:
         """Queue a request that `check` returned, and return its id.
 
-        With `only_result` it has a single update. Raises RequestError if the id is in use, or
-        if the adapter has been unloaded since `check`.
+        With `only_result` it has a single update. Raises RequestError if the id is in use, or the
+        adapter was unloaded.
         """
         self._check_open()
         if request_id in self._requests:
@@ -235,7 +231,7 @@ class Engine:
         return request_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request in any state, and return its output so far; None for an unknown id."""
+        """End a request, and return its output so far; None for an unknown id."""
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -266,10 +262,9 @@ class Engine:
     def step(self, should_stop: Callable[[], bool] = lambda: False) -> list[Update]:
         """Run one step, and return its updates.
 
-        In plain decoding one call may run several steps; it returns early when `should_stop()`.
-
-        An error in the step is never raised: all admitted requests are recomputed, each alone
-        at first. The request with which a step fails again ends with the error.
+        Plain decoding may run several steps, until `should_stop()`. Errors are never raised: all
+        admitted requests are recomputed, each alone at first. The request with which a step fails
+        again ends with the error.
         """
         self._check_open()
         started = self._clock()
@@ -324,10 +319,7 @@ class Engine:
             updates += request.new_updates()
 
     def _recover(self, error: Exception, updates: list[Update]) -> None:
-        """Restart the requests that a failed step may have touched, or fail the culprit.
-
-        A step may fail halfway through any change, so all blocks are freed.
-        """
+        """Restart the requests that a failed step may have touched, or fail the culprit."""
         self._meter.failed_steps += 1
         # The caller may keep the error; its frames would keep sequences and draft models alive.
         clear_frames(error.__traceback__)
@@ -373,7 +365,7 @@ class Engine:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the model's weights in the backend, without draft models and adapters."""
+        """Bytes of the model's weights, without draft models and adapters."""
         return self._loop.executable.program.weight_bytes
 
     def stats(self) -> Stats:
@@ -468,8 +460,8 @@ class Engine:
     def _check_size(
         self, prompt_len: int, params: SamplingParams, pooling: PoolingParams | None
     ) -> None:
-        """Check that a request can run alone. Beams must fit together, independent sequences
-        one by one.
+        """Check that a request can run alone: all beams together, independent sequences one by
+        one.
         """
         width = params.beam_width or 1
         limits = {
@@ -501,7 +493,7 @@ class Engine:
                 )
 
     def _limit(self, prompt_len: int, params: SamplingParams, pooling: PoolingParams | None) -> int:
-        """Return the length at which a sequence ends: one more than the tokens that need KV."""
+        """Return the max length of a sequence: one more than the tokens that need KV."""
         if pooling:
             return prompt_len + 1
         if params.max_tokens is None:

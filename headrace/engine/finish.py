@@ -7,10 +7,9 @@ from headrace.outputs import FinishReason
 
 
 def receive_tokens(seq: Sequence, commit: Commit, scheduler: Scheduler) -> int:
-    """Append the new tokens to the output, and return their number; 0 for beams.
+    """Append new tokens, and return their number; 0 for beams.
 
-    An embedded prompt ends when all its rows are pooled. An error of the tokenizer fails the
-    request.
+    An error of the tokenizer fails the request.
     """
     request, output = seq.request, seq.output
     if request.pooling and request.pooling.vector is not None and output.finish_reason is None:

@@ -1,4 +1,4 @@
-"""The record of a launched step."""
+"""A launched step that has not been finished."""
 
 from dataclasses import dataclass, field
 
@@ -11,23 +11,19 @@ from headrace.speculation.manager import StepDrafts
 
 @dataclass(slots=True, eq=False)
 class InFlightStep:
-    """A launched step that has not been finished."""
-
     scheduled: list[ScheduledSequence]
     drafts: StepDrafts[ScheduledSequence] | None
     """None while speculation is paused."""
     started: float
-    """Seconds of the engine's clock, before the step was scheduled."""
+    """Seconds of the engine's clock, before scheduling."""
     logit_ops: list[LogitOp] = field(default_factory=list)
     """Ops that score or pool prompts, then ops that sample, in the order of `groups`."""
     groups: dict[Acceptor, list[ScheduledSequence]] = field(default_factory=dict)
-    """Sequences that sample, by acceptor."""
     seqs: list[Sequence] = field(default_factory=list)
     num_rows: int = 0
     tickets: list[Ticket] = field(default_factory=list)
-    """One ticket for each launch of multi-step decoding."""
+    """One for each launch of multi-step decoding."""
     is_plain: bool = False
-    """Whether each sequence has one row and one sampled token."""
 
     @property
     def needs_logits(self) -> bool:

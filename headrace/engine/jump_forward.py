@@ -1,8 +1,4 @@
-"""Jump-forward decoding: tokens that the grammar forces become the draft of their sequence.
-
-Each forced token is still sampled from its own row of logits, so only the number of steps
-changes.
-"""
+"""Jump-forward decoding: tokens that the grammar forces become drafts. Each is still sampled."""
 
 from headrace.batch import Commit, DraftTree
 from headrace.engine.scheduled import ScheduledSequence
@@ -16,7 +12,7 @@ class JumpForward:
         self._max_tokens = max_tokens
 
     def find(self, scheduled: list[ScheduledSequence]) -> dict[ScheduledSequence, int]:
-        """Set the forced tokens of each sequence; returns their number for each that has some."""
+        """Set the forced tokens of each sequence; returns their numbers."""
         num_forced: dict[ScheduledSequence, int] = {}
         for item in scheduled:
             seq = item.seq

@@ -6,11 +6,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 WINDOW = 4.0
-"""Seconds over which a rate is measured."""
+"""Seconds."""
 HISTORY = 60
-"""Seconds, with one rate for each."""
+"""Seconds."""
 _MIN_SPACING = 0.5
-"""Min seconds between two marks."""
+"""Seconds between two marks."""
 
 
 class Mark(NamedTuple):
@@ -36,8 +36,8 @@ class Meter:
     def record(
         self, started: float, ended: float, num_tokens: int, total_rows: int, num_steps: int
     ) -> None:
-        """Record `num_steps` steps that sampled `num_tokens` tokens. `total_rows` counts from
-        the start.
+        """Record `num_steps` steps that sampled `num_tokens` tokens. `total_rows` counts from the
+        start.
         """
         before = self.latest
         if started - self._marks[-1].time >= _MIN_SPACING:
@@ -47,7 +47,6 @@ class Meter:
         self.latest = Mark(ended, tokens=before.tokens + num_tokens, rows=total_rows)
 
     def rates(self, now: float) -> Rates:
-        """Return the rates over the last `WINDOW` seconds."""
         since = max(now - WINDOW, self._marks[0].time)
         seconds = now - since
         if seconds <= 0:

@@ -1,7 +1,6 @@
 """Multi-step decoding: several launches of plain decoding with the host work of one.
 
-Each launch takes its tokens from the launch before it (`RaggedBatch.token_source`). The tokens
-are the same; they reach the caller later.
+Each launch takes its tokens from the launch before it (`RaggedBatch.token_source`).
 """
 
 from collections.abc import Callable, Sequence
@@ -44,13 +43,12 @@ class MultiStep:
         self._max_seconds = config.multi_step_ms / 1000
         self._clock = clock
         self._launch_seconds = 0.0
-        """Seconds of a launch in the last plain decoding, or in the first step."""
         self._last_finish = -inf
-        """Seconds of the engine's clock, when the last step's results were ready."""
+        """Seconds of the engine's clock."""
 
     def plan(self, scheduled: list[ScheduledSequence]) -> int:
-        """Reserve slots for several launches, and return the max number; 0 if plain decoding is
-        not enough.
+        """Reserve slots for several launches, and return the max number; 0 without plain
+        decoding.
         """
         if not self._is_on or not all(item.is_plain for item in scheduled):
             return 0
@@ -74,9 +72,8 @@ class MultiStep:
         logits: bool,
         hidden: bool,
     ) -> list[Ticket]:
-        """Launch up to `max_launches` times.
-
-        Stops early when a sequence ends, the time is up, or `should_stop()`.
+        """Launch up to `max_launches` times, until a sequence ends, time is up, or
+        `should_stop()`.
         """
         seconds = min(self._max_seconds, max_seconds)
         max_launches = min(max_launches, self._launches_within(seconds))
@@ -102,7 +99,7 @@ class MultiStep:
         return tickets
 
     def record(self, step: InFlightStep) -> None:
-        """Record the time of a step whose results are ready; overlapping steps count once."""
+        """Record the time of a finished step; overlapping time counts once."""
         started = max(step.started, self._last_finish)
         self._last_finish = self._clock()
         # A step with a prompt takes longer; it counts only as long as there is no other figure.

@@ -1,4 +1,4 @@
-"""The output of a sequence: its text, stop conditions, log-probabilities and finish reason."""
+"""The output of a sequence."""
 
 from collections.abc import Collection, Iterable
 from copy import copy
@@ -12,7 +12,7 @@ from headrace.sampling_params import SamplingParams
 
 
 class TextDecoder(Protocol):
-    """Decodes a growing list of tokens; returns complete characters only."""
+    """Decodes a growing list of tokens into complete characters."""
 
     def push(self, token_id: int) -> str: ...
 
@@ -39,11 +39,7 @@ class TokenizerView(Protocol):
 
 
 class Output:
-    """The growing output of one sequence.
-
-    It ends with a stop token, a stop string, a complete text of its grammar, or at
-    `max_tokens`.
-    """
+    """The text, tokens, stop conditions and finish reason of one sequence."""
 
     def __init__(
         self,
@@ -60,7 +56,7 @@ class Output:
         self.cumulative_logprob = None if params.logprobs is None else 0.0
         self.constraint = constraint
         self.end_ids = end_ids(params, tokenizer)
-        """Tokens that end the output once it has more than `min_tokens`."""
+        """Tokens that end the output after `min_tokens`."""
         self._params = params
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
@@ -89,9 +85,8 @@ class Output:
         return "".join(self._taken) + self._new
 
     def push(self, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Append a token, and apply the stop conditions.
-
-        Raises ConstraintError if the grammar allows no token after it.
+        """Append a token, and apply the stop conditions. Raises ConstraintError after forbidden
+        tokens.
         """
         if logprobs is not None:
             self.logprobs.append(describe(self._tokenizer, token, logprobs))
@@ -115,7 +110,7 @@ class Output:
             self.finish("length")
 
     def resume(self, token_ids: Iterable[int]) -> None:
-        """Append tokens that another engine has already reported, without log-probabilities."""
+        """Append tokens that another engine has reported, without log-probabilities."""
         for token in token_ids:
             if self.finish_reason:
                 break
@@ -129,7 +124,7 @@ class Output:
         self.finish_reason, self.stop_reason = reason, stop_reason
 
     def fail(self, message: str) -> None:
-        """End the output with an error, without the decoder, whose error it may be."""
+        """End the output without the decoder, whose error it may be."""
         self.finish_reason, self.stop_reason = "error", message
 
     @property
@@ -177,9 +172,7 @@ def end_ids(params: SamplingParams, tokenizer: TokenizerView) -> frozenset[int]:
 
 
 def describe(tokenizer: TokenizerView, token: int, logprobs: TokenLogprobs) -> Logprobs:
-    """Return the log-probabilities of a token and of the top tokens at its position, by token
-    id.
-    """
+    """Return the log-probabilities of a token and of the top tokens, by token id."""
     described = {token: Logprob(logprobs.logprob, logprobs.rank, _text(tokenizer, token))}
     for rank, (top, logprob) in enumerate(
         zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), start=1

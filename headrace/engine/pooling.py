@@ -1,4 +1,4 @@
-"""Embedded prompts: the rows that are pooled, and the vector that results."""
+"""Pools the rows of embedded prompts."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +22,10 @@ class PromptPooling:
         self._num_pooled = 0
         self.state = RowSum()
         self.vector: NDArray[np.float32] | None = None
-        """The embedding, [dim]; None until all rows have been pooled."""
+        """[dim]; None until all rows have been pooled."""
 
     def rows(self, computed: int, num_scheduled: int) -> range:
-        """Return the positions to pool among the `num_scheduled` rows after `computed` tokens."""
+        """Return the positions to pool among the next rows."""
         first = self._positions.start + self._num_pooled
         return range(max(computed, first), min(computed + num_scheduled, self._positions.stop))
 

@@ -1,7 +1,7 @@
-"""The record through which another process watches a running engine, without thread or socket.
+"""The record through which another process watches a running engine.
 
-The watching process keeps touching the file `watch` in a private folder. Between two steps, the
-engine writes a JSON file there while `watch` is fresh.
+The watching process touches the file `watch` in a private folder. While it is fresh, the engine
+writes a JSON file there between two steps, without a thread or socket.
 """
 
 import json
@@ -17,9 +17,9 @@ from typing import Any
 
 VERSION = 2
 WATCH = "watch"
-"""The file that a watching process touches. If it contains `map`, records include the block map."""
+"""The file that a watching process touches. With the text `map`, records include the block map."""
 FRESH = 3.0
-"""Seconds after its last touch during which the file is fresh."""
+"""Seconds."""
 INTERVAL = 0.25
 """Min seconds between two records."""
 MAX_SEQUENCES = 200
@@ -46,9 +46,7 @@ def is_private(path: Path) -> bool:
 
 
 def read_file(path: Path, max_bytes: int) -> bytes:
-    """Return the first bytes of a regular file. Raises OSError for other files: a pipe would
-    block.
-    """
+    """Return the first bytes of a regular file. Raises OSError for others: a pipe would block."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -58,7 +56,6 @@ def read_file(path: Path, max_bytes: int) -> bytes:
 
 class Publisher:
     def __init__(self, record: Callable[[bool], Mapping[str, Any]]) -> None:
-        """`record(with_map)` returns the record."""
         self._record = record
         self._next = 0.0
         self._folder = folder()
@@ -68,7 +65,7 @@ class Publisher:
     def tick(self, now: float, *, last: bool = False) -> None:
         """Write a record if a process watches and `INTERVAL` has passed.
 
-        `now` is in seconds. `last` skips the interval: the engine has no more work.
+        `now` is in seconds. `last` skips the interval.
         """
         if now < self._next and not last:
             return
@@ -86,7 +83,6 @@ class Publisher:
                 self._file.unlink()
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        """Replace the record atomically."""
         new = self._folder / f".{self._name}.new"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
         descriptor = os.open(new, flags, 0o600)

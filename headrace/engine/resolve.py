@@ -1,4 +1,4 @@
-"""The logit ops of a step before its launch, and the commits that follow from their results."""
+"""The logit ops of a step, and the commits that follow from their results."""
 
 from collections.abc import Sequence as Results
 from dataclasses import replace
@@ -18,13 +18,13 @@ _NOT_FINITE_ROWS = "the model produced non-finite hidden rows"
 
 Commits = list[tuple[ScheduledSequence, Commit]]
 Failures = list[tuple[Request, Exception]]
-"""Requests that cannot continue. Each error ends its request, not the engine."""
+"""Each error ends its request, not the engine."""
 
 
 def prepare_logit_ops(step: InFlightStep, scheduler: Scheduler) -> None:
-    """Collect the logit ops of a step, and count its scheduled tokens as computed.
+    """Collect the logit ops of a step, and count its tokens as computed.
 
-    Forks sequences whose common prompt ends in this step. Padding of a static batch has no ops.
+    Forks sequences whose common prompt ends in this step.
     """
     for source, item in enumerate(step.scheduled):
         seq, forks = item.seq, item.forks
@@ -71,7 +71,7 @@ def _add_prompt_ops(step: InFlightStep, item: ScheduledSequence) -> None:
 def resolve_step(
     step: InFlightStep, results: Results[StepResult], scheduler: Scheduler, tokenizer: TokenizerView
 ) -> tuple[Commits, Failures]:
-    """Return the commits and failures of a step. `results` has one entry for each launch."""
+    """Return commits and failures of a step with one result for each launch."""
     commits: Commits = []
     failures: Failures = []
 
@@ -104,7 +104,7 @@ def resolve_step(
 def _resolve_prompt(
     item: ScheduledSequence, result: StepResult, tokenizer: TokenizerView
 ) -> Exception | None:
-    """Record the scores and the pooled rows of a prompt; returns an error that ends the request."""
+    """Record the scores and pooled rows of a prompt; returns an error that ends the request."""
     if item.first_score_op is not None:
         scores = result.values[item.first_score_op :]
         if error := _record_scores(item, scores, tokenizer):
@@ -141,9 +141,7 @@ def _sampling_error(request: Request) -> Exception:
 
 
 def _concatenate(results: list[LogitOpResult]) -> LogitOpResult:
-    """Join the results of several launches up to the first non-finite logits; None if there are
-    none.
-    """
+    """Join the results of several launches, up to non-finite logits."""
     if len(results) == 1:
         return results[0]
     tokens: list[int] = []
@@ -163,9 +161,7 @@ def _accept(
     step_result: StepResult,
     scheduler: Scheduler,
 ) -> tuple[Commits, list[Request]]:
-    """Return the commits and failures of a group, and replace sequences that the acceptor forks
-    or frees.
-    """
+    """Return commits and failures of a group, and replace forked and freed sequences."""
     accepted = acceptor.accept(group, results, step_result.logits)
     seqs = [item.seq for item in group]
     successors = sources = [item.seq for item, _ in accepted]

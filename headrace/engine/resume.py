@@ -1,4 +1,4 @@
-"""Creates the sequences of a request: new ones, or resumed after tokens of their outputs."""
+"""Creates the sequences of a request, new or resumed."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Lists
@@ -25,8 +25,8 @@ def create_sequences(
 ) -> list[Sequence]:
     """Create all sequences of a request, and return the sequences to queue.
 
-    `output_token_ids` are the tokens of each output (`check_output_tokens`). Without them the
-    first sequence computes the prompt for its siblings.
+    They continue after `output_token_ids`. Without these the first sequence computes the prompt
+    for its siblings.
     """
     params, prompt = request.params, request.prompt_token_ids
     seed = derive_seed(config.seed, request.number) if params.seed is None else params.seed
@@ -61,8 +61,8 @@ def recreate_sequences(
 ) -> list[Sequence]:
     """Replace all sequences after a failed step, and return the sequences to queue.
 
-    They continue after the tokens of the old outputs. Nothing else is reused, since the step
-    may have changed it halfway. A beam search and pooling restart.
+    They continue after the tokens of the old outputs; the step may have changed anything else. A
+    beam search and pooling restart.
     """
     outputs = [seq.output for seq in request.seqs]
     request.acceptor = acceptor
@@ -99,8 +99,7 @@ def check_output_tokens(
 ) -> CheckedRequest:
     """Return the request with the tokens of its outputs.
 
-    Raises RequestError for tokens that no engine can have generated: unknown or forbidden
-    tokens, or tokens after the end of an output.
+    Raises RequestError for unknown or forbidden tokens, or tokens after the end of an output.
     """
     name, params = "output_token_ids", checked.params
     if isinstance(output_token_ids, str | bytes) or not isinstance(output_token_ids, Iterable):

@@ -1,4 +1,4 @@
-"""Records of a scheduled step: its sequences, their rows, and the rest of the row budget."""
+"""Records of a scheduled step."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,27 +14,26 @@ from headrace.outputs import DraftStats
 
 @dataclass(slots=True, eq=False)
 class ScheduledSequence:
-    """The part of one sequence in a step, from scheduling to its commit."""
+    """The part of one sequence in a step."""
 
     seq: Sequence
     num_scheduled: int
-    """Known or pending tokens that the step computes. Their slots are reserved."""
+    """Tokens that the step computes. Their slots are reserved."""
     can_sample: bool
-    """Whether the step reaches the end of the sequence. Always False for an embedded prompt."""
+    """Whether the step reaches the end of the sequence, unless it is an embedded prompt."""
     source: int = 0
-    """Index in the step. A fork has the index of the sequence it came from."""
+    """Index in the step. A fork has the index of its source."""
     end: int = 0
     """Tokens with KV after the step."""
 
     draft_budget: int = 0
-    """Slots reserved for draft nodes."""
     draft: DraftTree = NO_DRAFT
     forced: list[int] = field(default_factory=list)
-    """The tokens of the draft if a grammar forces them."""
+    """Draft tokens that the grammar forces."""
     num_launches: int = 1
-    """Launches that sample a token each; more than 1 in multi-step decoding."""
+    """More than 1 in multi-step decoding."""
     has_spare_slots: bool = False
-    """Whether slots beyond the scheduled tokens are reserved; unused slots are freed at the end."""
+    """Whether slots beyond the scheduled tokens are reserved. The finish frees unused slots."""
 
     scored: range = range(0)
     """Positions whose rows give prompt log-probabilities."""
@@ -59,7 +58,7 @@ class ScheduledSequence:
 
     @property
     def masks(self) -> Masks | None:
-        """Allowed tokens of each row to sample from, [1 + nodes, words]; None: all are allowed."""
+        """Allowed tokens of each row to sample from, [1 + nodes, words]; None: all."""
         constraint = self.seq.constraint
         return None if constraint is None else constraint.masks(self.draft)
 
@@ -73,9 +72,7 @@ class ScheduledSequence:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the sequence has one row, and the host need not see its token before the next
-        launch.
-        """
+        """Whether the sequence has one row, and the next launch needs no host work."""
         return (
             self.num_scheduled == 1
             and self.can_sample
@@ -87,7 +84,7 @@ class ScheduledSequence:
 
     @property
     def max_useful_draft(self) -> int:
-        """Max useful draft nodes: 0 before a fork, whose sequences sample different tokens."""
+        """Max draft nodes: 0 before a fork, whose sequences sample different tokens."""
         if not self.can_sample or self.seq.may_fork:
             return 0
         return self.seq.request.limit - len(self.seq.known) - 1
@@ -97,7 +94,7 @@ class ScheduledSequence:
         return self.seq.request.drafts
 
     def give_back_draft_budget(self) -> None:
-        """Drop the draft. Its slots serve further launches, or are freed at the end of the step."""
+        """Drop the draft, and free its slots for further launches."""
         self.draft_budget = 0
         self.has_spare_slots = True
 
@@ -108,11 +105,11 @@ class RowBudget:
 
     rows: int
     chunk_work: float
-    """Work left for prompts and recomputation, in rows at the start of a context."""
+    """Rows left for prompts, in work at the start of a context."""
     logit_rows: int
     """Logit rows left beyond the first of every sequence."""
     attention_crossover: float
-    """Context length at which a row costs twice as much as at the start of a context."""
+    """Context length at which a row costs twice as much as at the start."""
 
     def take(self, seq: Sequence, max_rows: int) -> int:
         """Take up to `max_rows` rows of a sequence, and return their number."""
@@ -135,6 +132,6 @@ class RowBudget:
 class SchedulerOutput(NamedTuple):
     scheduled: list[ScheduledSequence]
     copies: list[Copy]
-    """Block copies to make before the step."""
+    """Made before the step."""
     rest: RowBudget
-    """The rows left for drafts."""
+    """Rows left for drafts."""

@@ -1,6 +1,5 @@
-"""The scheduler: the sequences of the next step, their rows and their KV slots.
-
-docs/internals/scheduling.md proves that every request ends.
+"""Chooses the sequences of each step, their rows and their KV slots
+(docs/internals/scheduling.md).
 """
 
 from bisect import bisect_left, insort
@@ -29,8 +28,8 @@ _NUM_UNCOMPUTED = attrgetter("num_uncomputed")
 class Scheduler:
     """Continuous batching under a budget of rows, with a prefix cache and recompute preemption.
 
-    There are no phases. Every sequence has known tokens without KV: one while it decodes, many
-    in a prompt or after preemption. A step computes some of them.
+    There are no phases. Every sequence has tokens without KV: one while it decodes, many in a
+    prompt or after preemption.
     """
 
     def __init__(
@@ -38,12 +37,9 @@ class Scheduler:
     ) -> None:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        """Sequences with blocks for all known tokens, or for all that fit their windows, by
-        rank.
-        """
         self.suspects: dict[Request, int] = {}
-        """Requests of a failed step, each with its number of tokens then. A suspect runs alone
-        until it has more tokens.
+        """Requests of a failed step, with their numbers of tokens. A suspect runs alone until it
+        gets another.
         """
         self.step_timer = StepTimer(config.target_token_ms)
         self.num_preemptions = 0
@@ -70,7 +66,7 @@ class Scheduler:
         insort(self.waiting, seq, key=_RANK)
 
     def drop(self, seq: Sequence) -> None:
-        """Remove a sequence in any state, and free its blocks once no launched step uses them."""
+        """Remove a sequence; its blocks are free once no launched step uses them."""
         queue = self.running if seq.tables else self.waiting
         place = bisect_left(queue, seq.rank, key=_RANK)
         if place < len(queue) and queue[place] is seq:  # else it was dropped before
@@ -91,9 +87,8 @@ class Scheduler:
         return [seq, *siblings]
 
     def replace_sequences(self, seqs: list[Sequence], sources: list[Sequence]) -> list[Sequence]:
-        """Replace running sequences by one successor for each source, best first.
-
-        Several successors fork their source. A sequence that is no source is freed.
+        """Replace running sequences by a successor for each source, best first; other sequences
+        are freed.
         """
         num_left = Counter(sources)
         for seq in seqs:
@@ -119,8 +114,8 @@ class Scheduler:
     def can_overlap(self) -> bool:
         """Whether a step may be scheduled before the launched steps are finished.
 
-        The schedule must not depend on their results, so beams and masks that depend on sampled
-        tokens exclude it. Preemption does too, because the blocks are in use.
+        Beams and masks that depend on sampled tokens exclude it, and so does preemption, because
+        the blocks are in use.
         """
         if self.suspects or len(self.running) > self._config.max_seqs:
             return False
@@ -161,11 +156,7 @@ class Scheduler:
     def grant_draft_budgets(
         self, output: SchedulerOutput, requested: dict[ScheduledSequence, int]
     ) -> list[Copy]:
-        """Share the rest of a step among sequences that request draft nodes; returns the block
-        copies.
-
-        Drafts never preempt a sequence.
-        """
+        """Share the rest of a step among drafts, without preemption; returns the block copies."""
         copies: list[Copy] = []
         nodes_left = min(output.rest.rows, output.rest.logit_rows)
 
@@ -198,7 +189,7 @@ class Scheduler:
         return num_launches
 
     def finish(self, seqs: Iterable[Sequence]) -> None:
-        """Count a step as run, and free the dropped sequences that only it used."""
+        """Free the dropped sequences of a step that has run."""
         for seq in seqs:
             seq.num_in_flight -= 1
             if not seq.num_in_flight and seq in self._dropped:
@@ -208,11 +199,9 @@ class Scheduler:
     # Failed steps
 
     def restart(self, requests: Iterable[Request]) -> list[Request]:
-        """Free all blocks after a failed step, and return the requests that it may have
-        touched.
+        """Free all blocks after a failed step, and return the requests that it may have touched.
 
-        The prefix cache is then empty, and no sequence of these requests waits or runs. If all
-        requests wait, the admission of the first must have failed, so it is returned.
+        If all requests wait, the admission of the first must have failed.
         """
         # Note the sequences that wait, siblings included.
         waiting = {
@@ -263,8 +252,8 @@ class Scheduler:
     def _share_rows(self, only: Request | None) -> tuple[RowBudget, list[dict[Sequence, int]]]:
         """Choose the rows of each running sequence: decoding first, then prompt chunks.
 
-        The first sequence in rank always gets a row. Returns the rest of the budget, and the
-        rows by group.
+        The first in rank always gets a row. Returns the rest of the budget, and the rows by
+        group.
         """
         config, num_stages = self._config, self._config.pipeline_parallel_size
         runnable = [seq for seq in self.running if self._is_runnable(seq, only)]
@@ -304,17 +293,14 @@ class Scheduler:
         return budget, groups
 
     def _is_runnable(self, seq: Sequence, only: Request | None) -> bool:
-        """Whether the sequence needs a row, and its token is available.
-
-        In a pipeline, a pending token is not available before the last stage has run.
+        """Whether a row is needed, and its token available: in a pipeline only after the last
+        stage.
         """
         in_pipeline = self._config.pipeline_parallel_size > 1 and seq.num_pending > 0
         return not seq.at_limit and not in_pipeline and only in (None, seq.request)
 
     def _schedule_group(self, output: SchedulerOutput, rows: dict[Sequence, int]) -> None:
-        """Allocate the slots of a group, and preempt other sequences, or the group itself, for
-        them.
-        """
+        """Allocate the slots of a group, and preempt other sequences, or the group itself."""
         copies: list[Copy] = []
         rows = {seq: num_rows for seq, num_rows in rows.items() if num_rows}
         for seq, num_rows in rows.items():
@@ -335,8 +321,7 @@ class Scheduler:
     # Preemption
 
     def _choose_victim(self, needy: Sequence) -> Sequence:
-        """Return `needy` or a sequence after it in rank: the last that has sampled since its
-        admission.
+        """Return the last in rank that has sampled since its admission, at best `needy`.
 
         Unless a sequence outside the first group has, it is the last of all.
         """
@@ -347,9 +332,6 @@ class Scheduler:
         return candidates[-1]
 
     def _preempt(self, victim: Sequence) -> None:
-        """Free and queue a sequence with its group. Tokens that leave the prefix cache are
-        recomputed.
-        """
         group = [seq for seq in self.running if seq.group is victim.group]
         for seq in group:
             self.running.remove(seq)
@@ -384,11 +366,10 @@ class Scheduler:
         return self.step_timer.allows_admission and num_running <= self._config.max_seqs
 
     def _fits(self, seq: Sequence, hit: Hit) -> bool:
-        """Whether there are blocks for all known tokens, and a spare block for each running
-        sequence.
+        """Whether there are blocks for a sequence, and a spare for each running one against
+        preemption.
 
-        The spare blocks avoid a preemption right after the admission. A sequence alone always
-        fits.
+        A sequence alone always fits.
         """
         if not self.running and not self._dropped:
             return True

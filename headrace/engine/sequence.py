@@ -1,4 +1,4 @@
-"""Requests in the engine: their sequences, and the time that they spent in each phase."""
+"""Requests in the engine, and their sequences."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ from headrace.sampling_params import SamplingParams
 
 
 class RequestTimer:
-    """Splits the time of a request into queue, prefill and decode, in seconds of `clock`."""
+    """Splits the time of a request into queue, prefill and decode, in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -28,7 +28,7 @@ class RequestTimer:
         self.first_token: float | None = None
 
     def start(self) -> bool:
-        """Record the admission of a sequence; returns whether it is the first of the request."""
+        """Record an admission; returns whether it is the first."""
         if self.started is not None:
             return False
         self.started = self._clock()
@@ -55,7 +55,7 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     limit: int
-    """Tokens, prompt and output, at which a sequence ends."""
+    """Max tokens of a sequence, prompt and output."""
     acceptor: Acceptor
     timer: RequestTimer
     options: RequestOptions = DEFAULT_OPTIONS
@@ -63,18 +63,16 @@ class Request:
     pooling: PromptPooling | None = None
     """Set if the prompt is embedded. Its sequence does not sample."""
     constraint: Constraint | None = None
-    """Grammar or rules for the first token of each output."""
+    """For the first token of each output."""
     only_result: bool = False
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
     """One entry for each prompt token so far, if requested."""
     seqs: list["Sequence"] = field(default_factory=list)
-    """Independent sequences by index, ended ones included; or the live beams, best first. Empty
-    once the request has ended.
-    """
+    """Independent sequences by index, or the live beams, best first; empty after the end."""
     arrival: int = 0
     """Step of arrival, moved by the priority."""
     cached_tokens: int = 0
-    """Prompt tokens whose KV came from the prefix cache at the first admission."""
+    """Prompt tokens from the prefix cache at the first admission."""
     error: Exception | None = None
     drafts: dict[str, DraftStats] = field(default_factory=dict)
 
@@ -105,11 +103,10 @@ class Request:
 
     @property
     def width(self) -> int:
-        """Number of sequences after the end of the prompt."""
+        """Number of sequences after the prompt."""
         return self.params.beam_width or self.params.n
 
     def new_updates(self) -> list[Update]:
-        """Return all unreported updates. The last update of the request carries its result."""
         if self.only_result and not self.ended:
             return []
         updates: list[Update] = []
@@ -152,37 +149,35 @@ class Sequence:
     """A growing list of tokens. The last known token has no KV before the next step."""
 
     seq_id: tuple[int, int]
-    """Number of the request, and index in it. The index of a beam is its current rank."""
+    """Request and index in it. The index of a beam is its rank."""
     request: Request
     known: list[int]
-    """All decided tokens: prompt and output."""
+    """Prompt and output."""
     sampler: SamplerState
     output: Output
     fork_at: int
-    """Number of tokens shared with the siblings: the prompt, or more when beams are recomputed."""
+    """Number of tokens shared with the siblings."""
     siblings: list["Sequence"] = field(default_factory=list)
-    """Sequences to fork off once `fork_at` tokens are computed."""
+    """Sequences to fork off at `fork_at`."""
     computed: int = 0
-    """Known and pending tokens that have KV once all launched steps have run."""
+    """Tokens that have KV once all launched steps have run."""
     settled: int = 0
-    """Computed tokens whose KV finished steps have written."""
+    """Tokens whose KV finished steps have written."""
     tables: Tables = ()
-    """Block table in each KV group; empty while the sequence waits."""
+    """One for each KV group; empty while the sequence waits."""
     node: Node | None = None
-    """Node of the prefix cache for the last full block that the cache has."""
+    """Node of the last full block in the prefix cache."""
     num_admitted: int = 0
     """Known tokens at the last admission."""
     num_pending: int = 0
     """Tokens that launched steps will sample."""
     num_in_flight: int = 0
     last_op: int = -1
-    """Index of the logit op in the last launch that samples the last pending token."""
+    """Index of the last launch's op that samples the last pending token."""
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """Place among all sequences, lowest first. Only the ranks of beams within one request
-        change.
-        """
+        """Place among all sequences. Only the ranks of beams within one request change."""
         return (self.request.arrival, *self.seq_id)
 
     @property
@@ -195,7 +190,6 @@ class Sequence:
 
     @property
     def constraint(self) -> Constraint | None:
-        """Grammar or rules for the next token."""
         return self.output.constraint
 
     @property
@@ -213,12 +207,11 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """Known and pending tokens without KV: 0 only for embedded prompts."""
+        """0 only for embedded prompts."""
         return len(self.known) + self.num_pending - self.computed
 
     @property
     def at_limit(self) -> bool:
-        """Whether the sequence ends without another step."""
         return (
             self.num_pending > 0 and self.length >= self.request.limit
         ) or not self.num_uncomputed
@@ -230,7 +223,7 @@ class Sequence:
 
     @property
     def width(self) -> int:
-        """Number of sequences after the next fork, this one included."""
+        """Number of sequences after the next fork."""
         starts_search = self.request.acceptor.is_group and len(self.known) == self.fork_at
         return self.request.width if starts_search else 1 + len(self.siblings)
 
@@ -253,7 +246,7 @@ class Sequence:
         )
 
     def prompt_rows(self, num_scheduled: int) -> range:
-        """Return the positions to score among the next `num_scheduled` rows."""
+        """Positions to score among the next rows."""
         if self.request.params.prompt_logprobs is None or self is not self.request.scorer:
             return range(0)
         num_recorded = len(self.request.prompt_logprobs)
@@ -261,21 +254,19 @@ class Sequence:
         return range(first, min(self.computed + num_scheduled, self.prompt_len - 1))
 
     def pooled_rows(self, num_scheduled: int) -> range:
-        """Return the positions to pool among the next `num_scheduled` rows."""
+        """Positions to pool among the next rows."""
         pooling = self.request.pooling
         return pooling.rows(self.computed, num_scheduled) if pooling else range(0)
 
     @property
     def max_cached(self) -> int:
-        """Max known tokens from the prefix cache: pooled, scored and sampled rows must be
-        computed.
-        """
+        """Max tokens from the prefix cache: pooled, scored and sampled rows must be computed."""
         read = self.prompt_rows(self.num_uncomputed) or self.pooled_rows(self.num_uncomputed)
         return read.start if read else self.computed + self.num_until_sample - 1
 
     @property
     def num_logprobs(self) -> int:
-        """Number of top log-probabilities with each token's own; -1: none."""
+        """Top log-probabilities with each token's own; -1: none."""
         num_logprobs = self.request.params.logprobs
         return -1 if num_logprobs is None else num_logprobs
 

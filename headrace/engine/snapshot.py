@@ -1,4 +1,4 @@
-"""Statistics of the sequences and their blocks between two steps."""
+"""Statistics of the sequences and their blocks."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
@@ -71,7 +71,7 @@ def block_map(seqs: Iterable[Sequence], kv: KvManager, groups: Iterable[KvGroup]
 
 
 def sequence_stats(scheduler: Scheduler, now: float) -> Iterator[SequenceStats]:
-    """Yield the statistics of the running sequences, then of the waiting ones, by rank."""
+    """Yield statistics by rank, of running sequences first."""
     return chain(
         (_stats_of(seq, _running_state(seq), now) for seq in scheduler.running),
         (_stats_of(seq, _waiting_state(seq), now) for seq in scheduler.waiting),

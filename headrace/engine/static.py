@@ -1,7 +1,4 @@
-"""Static batching: a batch starts together and ends together.
-
-This is the baseline for measurements of in-flight batching (Orca, Yu et al. 2022).
-"""
+"""Static batching, the baseline of in-flight batching (Orca, Yu et al. 2022)."""
 
 from dataclasses import replace
 from math import inf
@@ -16,12 +13,11 @@ from headrace.kv.prefix import Hit
 
 
 class StaticScheduler(Scheduler):
-    """Runs whole batches of waiting requests, by rank. It never changes a token.
+    """Runs whole batches of waiting requests, by rank.
 
-    No sequence joins a batch. Each reserves memory for the longest, and a finished sequence
-    takes a row of padding until the batch ends. The baseline is a little faster than old
-    servers: short prompts take no padding rows, and a finished sequence of the maximum length
-    is dropped.
+    No sequence joins a batch. Each reserves memory for the longest, and a finished sequence takes
+    a row of padding until the batch ends. Short prompts take no padding rows, and finished
+    sequences of the maximum length are dropped.
     """
 
     def __init__(
@@ -33,11 +29,11 @@ class StaticScheduler(Scheduler):
         self._batch: set[Sequence] = set()
         self._num_slots = 0
         self._max_group = 1
-        """Max rows that sequences of the batch must have in one step: beams sample together."""
+        """Max rows of a group in one step: beams sample together."""
 
     @property
     def can_overlap(self) -> bool:
-        """Always False: only the results of a step show which sequences become padding."""
+        """Always False: the results of a step show which sequences become padding."""
         return False
 
     def drop(self, seq: Sequence) -> None:
@@ -105,7 +101,6 @@ class StaticScheduler(Scheduler):
             super()._preempt(victim)
 
     def _schedule_group(self, output: SchedulerOutput, rows: dict[Sequence, int]) -> None:
-        """Allocate slots up to the length of the longest sequence, then schedule the group."""
         for seq in rows:
             num_slots = self._num_slots - seq.computed
             copies = self._kv.allocate(seq.tables, seq.computed, num_slots)

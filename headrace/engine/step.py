@@ -1,8 +1,6 @@
-"""The step loop. `launch` schedules, drafts, builds and launches; `finish` waits, accepts and
-commits.
+"""The step loop: schedule, draft, build and launch; then wait, accept and commit.
 
-An executable may allow several steps in flight, as long as a step does not depend on unfinished
-results.
+Steps overlap unless one depends on unfinished results.
 """
 
 from collections import deque
@@ -47,9 +45,7 @@ class StepLoop:
     num_accepted: int = 0
 
     def launch(self, should_stop: Callable[[], bool]) -> None:
-        """Launch steps until enough are in flight, or the next depends on results that are not
-        ready.
-        """
+        """Launch steps until enough are in flight, or one depends on unfinished results."""
         while not self.in_flight or self._can_overlap():
             started = self.clock()
             output = self.scheduler.schedule()
@@ -113,9 +109,7 @@ class StepLoop:
         )
 
     def finish(self, updates: list[Update]) -> InFlightStep:
-        """Wait for the oldest step, commit its results, add its updates to `updates`, and
-        return it.
-        """
+        """Finish the oldest step, add its updates to `updates`, and return it."""
         step = self.in_flight[0]
         results = [ticket.wait() for ticket in step.tickets]
         self.in_flight.popleft()
@@ -154,9 +148,8 @@ class StepLoop:
         return step
 
     def _commit(self, item: ScheduledSequence, commit: Commit) -> list[Copy]:
-        """Keep the KV of the scheduled tokens and of the accepted draft path.
-
-        Returns the slots to move, because the accepted nodes must become adjacent.
+        """Keep the KV of scheduled tokens and accepted nodes; returns the slots to move
+        together.
         """
         seq = item.seq
         num_more = max(0, len(commit.tokens) - 1)  # the last new token has no KV

@@ -3,14 +3,14 @@
 from collections import deque
 
 WINDOW = 5
-"""Number of steps whose median is compared with the target; a median ignores one slow step."""
+"""Steps. Their median ignores one slow step."""
 
 
 class StepTimer:
     """Holds back admissions while steps take longer than `target_ms` milliseconds; 0 turns it
     off.
 
-    Each admission forgets the times. They decide the order of work, never a token.
+    Each admission forgets the times.
     """
 
     def __init__(self, target_ms: float) -> None:

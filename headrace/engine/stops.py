@@ -1,4 +1,4 @@
-"""Search for stop strings in text that arrives in pieces (Knuth, Morris and Pratt 1977)."""
+"""Finds stop strings in text that arrives in pieces (Knuth, Morris and Pratt 1977)."""
 
 from collections.abc import Iterable
 from copy import copy
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class StopPattern:
-    """A stop string prepared for matching. All sequences of a request share it."""
+    """A stop string prepared for matching."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -17,16 +17,14 @@ class StopPattern:
             self._fallback.append(self.advance(self._fallback[-1], character))
 
     def advance(self, matched: int, character: str) -> int:
-        """Return the length of the longest matched prefix after `character`, from that before
-        it.
-        """
+        """Return the length of the longest matched prefix after `character`."""
         while matched and self.text[matched] != character:
             matched = self._fallback[matched]
         return matched + (self.text[matched] == character)
 
     @property
     def border(self) -> int:
-        """Length of the longest proper prefix of the string that is also its suffix."""
+        """Length of the longest proper prefix that is also a suffix."""
         return self._fallback[-1]
 
 
@@ -36,8 +34,6 @@ class Stop(NamedTuple):
 
 
 class StopFinder:
-    """Searches the text of one sequence for stop strings."""
-
     def __init__(self, patterns: Iterable[StopPattern]) -> None:
         self._patterns = list(patterns)
         self._matched = [0] * len(self._patterns)
@@ -53,10 +49,7 @@ class StopFinder:
         return max(self._matched, default=0)
 
     def push(self, piece: str, armed: bool) -> Stop | None:
-        """Append text and return the stop string that ends first in it; of two, the longer.
-
-        Unless `armed`, matches are ignored.
-        """
+        """Append text; returns the stop string that ends first, if `armed`; of two, the longer."""
         if not self._patterns:
             return None
         for end, character in enumerate(piece, start=1):

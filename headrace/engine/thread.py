@@ -1,9 +1,8 @@
 """The thread of an engine: it alone touches the engine, one command or one step at a time.
 
-Exceptions of signal handlers, and finalisers, interrupt a waiting caller and never a step.
-`SimpleQueue.put` takes no lock that the same thread may hold, so they may call it. A daemon
-thread would be cut off inside a native call at interpreter exit; an `atexit` hook closes all
-engines before. In a forked process every call except `close` raises ClosedError.
+Signal handlers and finalisers interrupt a waiting caller and never a step. They may call
+`SimpleQueue.put`, which takes no lock that their thread may hold. An `atexit` hook closes all
+engines, before interpreter exit cuts daemon threads off.
 """
 
 import atexit
@@ -24,7 +23,7 @@ from headrace.request import CheckedRequest
 
 _T = TypeVar("_T")
 _LINGER = 0.1
-"""Seconds that an idle thread waits. Starting a thread takes a tenth of a small model's step."""
+"""Seconds that an idle thread waits: a start costs a tenth of a small model's step."""
 _CLOSED = "the engine is closed"
 _FORKED = (
     "the engine runs in the process that this process was forked from, and its thread was not "
@@ -35,8 +34,6 @@ _threads = WeakSet["EngineThread"]()
 
 
 class Receiver(Protocol):
-    """Receives the updates of requests."""
-
     def put(self, item: Update | BaseException, /) -> None:
         """Receive an update, or the error that ends all updates.
 
@@ -45,7 +42,7 @@ class Receiver(Protocol):
 
 
 class Inbox:
-    """A receiver that queues the updates of one call until the caller reads them."""
+    """Queues the updates of one call until the caller reads them."""
 
     def __init__(self) -> None:
         self._items: SimpleQueue[Update | BaseException] = SimpleQueue()
@@ -65,19 +62,18 @@ class Inbox:
 
 
 class EngineThread:
-    """An engine and its thread.
+    """An engine and its thread, for any thread, signal handler or finaliser.
 
-    All methods may be called from any thread, signal handler or finaliser.
+    In a forked process every call except `close` raises ClosedError.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock = allocate_lock()
-        """Held by the thread that uses the engine."""
         self._ident: int | None = None
         self.step_started: float | None = None
-        """Seconds of the system's monotonic clock; None between steps."""
+        """Seconds of the monotonic clock; None between steps."""
         self._receivers: dict[str, Receiver] = {}
         self._pid = os.getpid()
         self._close_reason = ""
@@ -89,7 +85,7 @@ class EngineThread:
         return bool(self._close_reason) or os.getpid() != self._pid
 
     def check_open(self) -> None:
-        """Raise ClosedError if the engine is closed or belongs to another process."""
+        """Raise ClosedError after `close` or in another process."""
         if os.getpid() != self._pid:
             raise ClosedError(_FORKED)
         if self._close_reason:
@@ -103,10 +99,10 @@ class EngineThread:
         *,
         only_results: bool = False,
     ) -> None:
-        """Queue requests, all of them before the next step, without waiting.
+        """Queue requests, all before the next step, without waiting.
 
-        With `only_results` the receiver gets only last updates and errors. A caller that does
-        not wait for the end of its requests must abort them.
+        With `only_results` the receiver gets only last updates and errors. A caller that does not
+        wait for the end of its requests must abort them.
         """
         self._post(lambda: self._add(requests, ids, receiver, only_results))
 
@@ -118,7 +114,7 @@ class EngineThread:
             self._commands.put(lambda: self._abort(ids))
 
     def call(self, function: Callable[[], _T]) -> _T:
-        """Call a function in the engine's thread between two steps. Raises the function's error."""
+        """Call a function between two steps. Raises its error."""
         self.check_open()
         if get_ident() == self._ident:
             raise HeadraceError("the engine cannot be called from within its own step")
@@ -140,8 +136,8 @@ class EngineThread:
     def close(self) -> None:
         """End all requests, whose callers get a ClosedError, and free the memory.
 
-        Waits for the current step, except when a finaliser calls it within that step. May be
-        called more than once.
+        Waits for the current step, except in a finaliser within that step. May be called more
+        than once.
         """
         self._close_reason = self._close_reason or _CLOSED
         if os.getpid() != self._pid or self._is_released:
@@ -169,8 +165,8 @@ class EngineThread:
         """Start the thread if it does not run. Raises RuntimeError if the system has no more
         threads.
 
-        A helper thread, which no signal reaches, starts it: an exception in the middle of
-        `Thread.start` would leave a half-started thread.
+        A helper thread does it, because a signal within `Thread.start` would leave a half-started
+        thread.
         """
         if not self._lock.locked():
             start_new_thread(self._launch, ())
@@ -182,8 +178,8 @@ class EngineThread:
             self._run()  # the helper thread takes over
 
     def _run(self) -> None:
-        """Serve until idle. A command that arrives during the return starts another thread or
-        is seen.
+        """Serve until idle. A command that arrives during the return is seen or starts another
+        thread.
         """
         while self._lock.acquire(blocking=False):
             self._ident = get_ident()
@@ -215,7 +211,7 @@ class EngineThread:
         return not self._commands.empty()
 
     def _run_commands(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds for a command, and run all queued commands."""
+        """Run all queued commands, after waiting up to `timeout` seconds for the first."""
         with suppress(Empty):
             self._commands.get(timeout=timeout)()
             for _ in range(self._commands.qsize()):
@@ -263,10 +259,7 @@ class EngineThread:
 
 @atexit.register
 def _close_all() -> None:
-    """Close all engines before interpreter exit cuts their threads off.
-
-    Other daemon threads that still wait get no ClosedError.
-    """
+    """Close all engines before interpreter exit cuts their threads off."""
     for thread in list(_threads):
         thread._receivers.clear()
         while True:

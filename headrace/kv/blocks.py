@@ -1,8 +1,7 @@
 """The block pool: which sequence holds which block of KV slots. The backend has the storage.
 
-Forks and prefix hits share blocks. A shared block is never written; a writer gets a copy first.
-A free block is empty, or evictable: kept for a later prefix hit, the least recently used
-evicted first.
+Shared blocks are never written; a writer gets a copy. A free block is empty or evictable: kept
+for a later prefix hit, the least recently used evicted first.
 """
 
 from array import array
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 NULL_BLOCK = -1
 
 _RUN = 8
-"""Number of blocks in a run, whose memory is contiguous."""
+"""Blocks that are contiguous in memory."""
 
 if TYPE_CHECKING:
     _IntArray = array[int]
@@ -25,8 +24,7 @@ else:
 class Table(_IntArray):
     """The blocks of a sequence, in position order.
 
-    With an attention window, `num_released` places after the first `num_sink_blocks` hold null
-    blocks.
+    With a window, `num_released` places after the first `num_sink_blocks` hold null blocks.
     """
 
     __slots__ = ("num_released", "num_sink_blocks")
@@ -44,7 +42,6 @@ class Table(_IntArray):
 
     @property
     def window_start(self) -> int:
-        """Index of the first block after the null blocks."""
         return self.num_sink_blocks + self.num_released if self.num_released else 0
 
     @property
@@ -59,32 +56,31 @@ class Table(_IntArray):
 
 
 class Demand(NamedTuple):
-    """The size to which sequences grow: `width` sequences of `num_tokens` tokens each."""
+    """The size to which `width` sequences of `num_tokens` tokens grow."""
 
     num_tokens: int
     computed: int = 0
-    """Tokens of a sequence that have KV now."""
+    """Tokens with KV now."""
     width: int = 1
-    """Number of sequences. They share the KV of their first `common` tokens."""
+    """Sequences, which share the KV of their first `common` tokens."""
     common: int = 0
 
 
 class Allocation(NamedTuple):
-    """A planned change of a table: its new length, and the shared blocks to copy."""
+    """A planned change of a table: new length, and shared blocks to copy, by index."""
 
     num_blocks: int
     shared: list[int]
-    """Indices in the table."""
 
 
 NO_CHANGE = Allocation(0, [])
 
 
 class BlockPool:
-    """The blocks of a group of layers that attend to the whole context, with reference counts."""
+    """The reference-counted blocks of layers that attend to the whole context."""
 
     window_blocks = inf
-    """Number of blocks before a block boundary that the row after it sees."""
+    """Blocks before a block boundary that the row after it sees."""
     num_sink_blocks = 0
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -107,7 +103,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks in no table, empty or evictable."""
+        """Blocks in no table, empty or evictable."""
         return self._num_empty + len(self._evictable)
 
     @property
@@ -119,14 +115,14 @@ class BlockPool:
         return len(self._evictable)
 
     def evictable_blocks(self) -> list[int]:
-        """The blocks in no table whose content is kept, least recently used first."""
+        """Free blocks whose content is kept, least recently used first."""
         return list(self._evictable)
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def max_blocks(self, demand: Demand) -> int:
-        """The max number of blocks that the sequences hold at once while they grow."""
+        """The max number of blocks at once during growth."""
         num_blocks = self.blocks_for(demand.num_tokens)
         num_shared = demand.common // self.block_size
         return num_blocks + (demand.width - 1) * (num_blocks - num_shared)
@@ -144,11 +140,11 @@ class BlockPool:
         return table[index // self.block_size] * self.block_size + index % self.block_size
 
     def first_visible(self, computed: int) -> int:
-        """Index of the first block, after the sinks, that rows from token `computed` on see."""
+        """Index of the first block after the sinks that rows from token `computed` on see."""
         return 0
 
     def plan(self, table: Table, computed: int, num_slots: int) -> Allocation | None:
-        """Plan `num_slots` slots from token `computed` on; None if there are not enough blocks."""
+        """Plan `num_slots` slots from token `computed` on; None without enough blocks."""
         # The usual case: one slot in a block that this sequence already has for itself.
         index = computed // self.block_size
         if num_slots == 1 and index < len(table) and self._references[table[index]] == 1:
@@ -180,8 +176,8 @@ class BlockPool:
     def allocate(self, table: Table, computed: int, num_slots: int) -> list[tuple[int, int]] | None:
         """Make `num_slots` slots from token `computed` on writable.
 
-        Returns the copies (source, target) to make before anything is written. Returns None,
-        and changes no state, if there are not enough blocks.
+        Returns the copies (source, target) to make first. Returns None, and changes no state,
+        without enough blocks.
         """
         plan = self.plan(table, computed, num_slots)
         return None if plan is None else self.apply(table, plan)
@@ -189,8 +185,7 @@ class BlockPool:
     def keep_path(self, table: Table, end: int, path: list[int]) -> list[tuple[int, int]]:
         """Keep the first `end` slots and the slots of an accepted draft path; free the rest.
 
-        Node `i` of the draft is in slot `end + i`. Returns the slots to move, (source, target),
-        before anything else is written.
+        Node `i` is in slot `end + i`. Returns the slots to move first, (source, target).
         """
         moves = [
             (self.slot(table, end + node), self.slot(table, end + i))
@@ -201,7 +196,7 @@ class BlockPool:
         return moves
 
     def trim(self, table: Table, computed: int) -> None:
-        """Release the blocks after the first `computed` slots, the last block first."""
+        """Release the blocks after the first `computed` slots."""
         num_blocks = self.blocks_for(computed)
         while len(table) > num_blocks:
             block = table.pop()
@@ -221,18 +216,18 @@ class BlockPool:
     # The prefix cache
 
     def cache(self, block: int, on_evict: Callable[[int], None]) -> None:
-        """Keep the content of a held block after its release, until `on_evict(block)` is called."""
+        """Keep the content of a held block, until `on_evict(block)` is called."""
         self._cached[block] = on_evict
 
     def uncache(self, block: int) -> None:
-        """Stop keeping the content of a block, without a call of `on_evict`."""
+        """Stop keeping the content of a block, without `on_evict`."""
         del self._cached[block]
         if block in self._evictable:
             del self._evictable[block]
             self._count_empty(block // _RUN, 1)
 
     def share(self, table: Table, blocks: Iterable[int]) -> None:
-        """Append cached blocks, and null blocks, to an empty table."""
+        """Append cached blocks and null blocks to an empty table."""
         for block in blocks:
             if block == NULL_BLOCK:
                 table.num_released += 1
@@ -247,13 +242,12 @@ class BlockPool:
         return table[index]
 
     def replace(self, table: Table, index: int, block: int) -> None:
-        """Replace a block of a table by a cached block with the same content."""
+        """Replace a block by a cached block with the same content."""
         self._touch(block)
         self._release(table[index])
         table[index] = block
 
     def check(self, tables: list[Table]) -> None:
-        """Assert that the pool agrees with all tables."""
         held = [0] * self.num_blocks
         for table in tables:
             blocks = table.held.tolist()
@@ -282,9 +276,7 @@ class BlockPool:
             table.append(self._pop_block(table[-1] if table else NULL_BLOCK))
 
     def _pop_block(self, previous: int) -> int:
-        """Take an empty block: the one after `previous`, else the first of an empty run, else
-        any.
-        """
+        """Take the empty block after `previous`, else the first of an empty run, else any."""
         if not self._num_empty:
             self._evict()
         following = previous + 1
@@ -301,7 +293,7 @@ class BlockPool:
         return block
 
     def _evict(self) -> None:
-        """Evict several blocks, which are often a run: a table releases its last block first."""
+        """Evict several blocks, which are often a run."""
         for _ in range(min(_RUN, len(self._evictable))):
             block, _ = self._evictable.popitem(last=False)
             on_evict = self._cached.pop(block)

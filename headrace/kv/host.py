@@ -1,8 +1,7 @@
 """The host tier of the prefix cache: copies of evicted blocks in host memory (`HostBlocks`).
 
-All copies run in the order of the launches. A load waits for the step's block copies
-(`run_loads`), which may read the old content of its target; until then its host block is
-pinned.
+Copies run in the order of the launches. A load waits for the step's block copies, which may read
+its target; until then its host block is pinned.
 """
 
 import logging
@@ -24,7 +23,7 @@ class QueuedLoad(NamedTuple):
 
 
 class HostTier:
-    """The host blocks of each KV group. Without a `store` the tier is empty.
+    """The host blocks of each KV group; empty without a `store`.
 
     A copy stays after it is loaded. The least recently used is dropped first.
     """
@@ -33,7 +32,7 @@ class HostTier:
         self._store = store
         self._block_size = block_size
         self._row_seconds = inf
-        """Seconds per row in the fastest step."""
+        """Seconds in the fastest step."""
         self.num_saved = 0
         self.num_loaded = 0
         self.reset()
@@ -55,7 +54,7 @@ class HostTier:
 
     @property
     def is_faster(self) -> bool:
-        """Whether loading a block of every group is faster than computing its tokens."""
+        """Whether loading a block of every group is faster than computing it."""
         return (
             self._store is not None
             and self._store.block_seconds < self._block_size * self._row_seconds
@@ -71,10 +70,10 @@ class HostTier:
         )
 
     def save(self, group: int, block: int, on_drop: Callable[[int], None]) -> int:
-        """Copy a block that is about to be overwritten, and return its host block.
+        """Copy a block before it is overwritten, and return its host block.
 
-        `on_drop(host_block)` is called when the copy is dropped. Returns `NULL_BLOCK` if
-        computing is faster, or if no host block is available.
+        `on_drop(host_block)` reports a dropped copy. Returns `NULL_BLOCK` if computing is faster,
+        or without a host block.
         """
         if self._store is None or not self.is_faster:
             return NULL_BLOCK
@@ -105,7 +104,6 @@ class HostTier:
         self._free[group].append(host_block)
 
     def pin(self, group: int, host_block: int) -> None:
-        """Keep a copy until the next `run_loads`."""
         self._pinned[group].add(host_block)
         self.touch(group, host_block)
 

@@ -1,6 +1,5 @@
-"""The KV of sequences over all KV groups: a pool and a table for each group.
-
-Each operation applies to all groups, or it changes no group.
+"""The KV of sequences: a pool and a table for each KV group. An operation changes all groups or
+none.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ Tables = tuple[Table, ...]
 
 
 class Copy(NamedTuple):
-    """A copy of KV within a group, from block to block or from slot to slot."""
+    """A copy of KV from block to block or from slot to slot."""
 
     group: int
     source: int
@@ -24,12 +23,10 @@ class Copy(NamedTuple):
 
 
 class KvManager:
-    """Allocates and frees the KV blocks of sequences."""
-
     def __init__(
         self, groups: Sequence[KvGroup], kv: KvConfig, max_rows: int, host: HostTier | None = None
     ) -> None:
-        """`max_rows` limits the slots that are allocated for a sequence at once."""
+        """`max_rows` limits the slots of one allocation."""
         self.block_size = kv.block_size
         self.max_rows = max_rows
         self.host = host or HostTier()
@@ -37,7 +34,7 @@ class KvManager:
         self.reset()
 
     def reset(self) -> None:
-        """Empty all blocks. Existing tables become invalid."""
+        """Empty all blocks, and invalidate all tables."""
         self.pools: list[BlockPool] = [
             WindowPool(
                 num_blocks=num_blocks,
@@ -63,9 +60,8 @@ class KvManager:
     def allocate(self, tables: Tables, computed: int, num_slots: int) -> list[Copy] | None:
         """Make `num_slots` slots from token `computed` on writable.
 
-        A group with a window gets only the slots that a step can use. Returns the block copies
-        to make before the next step writes anything. Returns None, and changes no state, if
-        there are not enough blocks.
+        A window gets only the slots that a step can use. Returns the block copies to make first.
+        Returns None, and changes no state, without enough blocks.
         """
         plans: list[tuple[int, Allocation]] = []
         for group, table in enumerate(tables):
@@ -81,16 +77,13 @@ class KvManager:
         ]
 
     def advance(self, tables: Tables, computed: int, num_known: int) -> None:
-        """Release the blocks that no row from token `computed` on sees; windows use them for
-        new tokens.
-        """
+        """Release the blocks that no row from token `computed` on sees, for new tokens."""
         for group, pool in self._window_pools:
             pool.advance(tables[group], computed, num_known)
 
     def keep_path(self, tables: Tables, end: int, path: list[int]) -> list[Copy]:
-        """Keep the first `end` slots and the slots of an accepted draft path; free the rest.
-
-        Returns the slots to move before anything else is written.
+        """Keep the first `end` slots and an accepted draft path; returns the slots to move
+        first.
         """
         return [
             Copy(group, source, target)
@@ -103,7 +96,7 @@ class KvManager:
         return tuple(pool.fork(table) for pool, table in zip(self.pools, tables, strict=True))
 
     def share(self, tables: Tables, blocks: Sequence[Sequence[int]]) -> None:
-        """Append the cached blocks of each group, and null blocks, to empty tables."""
+        """Append cached blocks and null blocks to empty tables."""
         for pool, table, group_blocks in zip(self.pools, tables, blocks, strict=True):
             pool.share(table, group_blocks)
 
@@ -115,7 +108,7 @@ class KvManager:
         self.trim(tables, 0)
 
     def can_rewind(self, tables: Tables, computed: int) -> bool:
-        """Whether the tables still hold all blocks that rows from token `computed` on see."""
+        """Whether the tables hold all blocks that rows from token `computed` on see."""
         return all(
             tables[group].window_start <= pool.first_visible(computed)
             for group, pool in self._window_pools
@@ -141,20 +134,20 @@ class KvManager:
 
     @property
     def is_overcommitted(self) -> bool:
-        """Whether forks hold more blocks than a group has, so that sequences must be preempted."""
+        """Whether forks hold more blocks than a group has, which demands preemption."""
         return bool(self._window_pools) and any(
             pool.num_available < 0 for _, pool in self._window_pools
         )
 
     def num_slots_after(self, tables: Tables, end: int) -> int:
-        """The number of slots from token `end` on, held or available, in every group."""
+        """Slots from token `end` on, held or available, in every group."""
         num_blocks = min(
             len(table) + pool.num_available for pool, table in zip(self.pools, tables, strict=True)
         )
         return num_blocks * self.block_size - end
 
     def can_extend(self, tables: Sequence[Tables], ends: Sequence[int]) -> bool:
-        """Whether every sequence can be extended to its end, in tokens, at the same time."""
+        """Whether all sequences can grow to their ends, in tokens, together."""
         num_blocks = [-(-end // self.block_size) for end in ends]
         for group, pool in enumerate(self.pools):
             num_new = sum(
@@ -171,9 +164,8 @@ class KvManager:
         hit: Sequence[Sequence[int]],
         running: Sequence[tuple[Tables, Demand]] = (),
     ) -> bool:
-        """Whether new sequences fit, with a spare block for each running sequence.
-
-        `hit` are the cached blocks of each group that the new sequences share.
+        """Whether new sequences, which share the blocks `hit`, fit with a spare block for each
+        running one.
         """
         for group, pool in enumerate(self.pools):
             num_promised = sum(

@@ -1,7 +1,6 @@
-"""The prefix cache: a radix tree of KV blocks whose edges are whole blocks of token ids.
+"""The prefix cache: a radix tree of KV blocks (docs/internals/kv.md).
 
-Edges are compared token by token, never by a hash alone. docs/internals/kv.md explains eviction
-and the host tier.
+Its edges are whole blocks of token ids, compared token by token, never by a hash alone.
 """
 
 from array import array
@@ -26,8 +25,8 @@ class Scope(NamedTuple):
 class Node:
     """The blocks of one stretch of tokens, one in each KV group, or the root of a scope.
 
-    A node has a gap in a group whose block was evicted and has no host copy. A hit needs all
-    blocks that later rows see: the whole path, or the window and the attention sinks.
+    An evicted block without a host copy is a gap. A hit needs all blocks that later rows see: the
+    whole path, or the window and the sinks.
     """
 
     __slots__ = ("__weakref__", "blocks", "depth", "host_blocks", "parent")
@@ -35,14 +34,14 @@ class Node:
     def __init__(self, parent: "Node | None", num_groups: int) -> None:
         self.parent = parent
         self.blocks = [NULL_BLOCK] * num_groups
-        """The block in each group; `NULL_BLOCK` if it was evicted."""
+        """By group; `NULL_BLOCK` if evicted."""
         self.host_blocks = [NULL_BLOCK] * num_groups
-        """The host copy in each group; `NULL_BLOCK` without a copy."""
+        """By group; `NULL_BLOCK` without a copy."""
         self.depth: int = parent.depth + 1 if parent else 0
-        """Number of blocks on the path."""
+        """Blocks on the path."""
 
     def has_kv(self, with_host: bool) -> list[bool]:
-        """Whether each group has a block or, `with_host`, a host copy of it."""
+        """Whether each group has a block or, `with_host`, a host copy."""
         return [
             block != NULL_BLOCK or (with_host and host_block != NULL_BLOCK)
             for block, host_block in zip(self.blocks, self.host_blocks, strict=True)
@@ -51,11 +50,9 @@ class Node:
 
 class Hit(NamedTuple):
     node: Node | None
-    """The last node of the hit; None without a cache."""
+    """Last node; None without a cache."""
     blocks: list[list[int]]
-    """Blocks of each group. They are null blocks outside a window, or if only a host copy
-    exists.
-    """
+    """By group; null outside a window, or with only a host copy."""
     num_tokens: int
 
 
@@ -78,9 +75,7 @@ class PrefixCache:
         ]
 
     def match(self, scope: Scope, known: Sequence[int], max_tokens: int) -> Node:
-        """The last node of the longest hit within `max_tokens` known tokens, or the root of the
-        scope.
-        """
+        """The last node of the longest hit within `max_tokens` tokens, or the root of the scope."""
         node = self._roots.get(scope)
         if node is None:
             node = self._roots[scope] = Node(None, len(self._nodes))
@@ -111,7 +106,7 @@ class PrefixCache:
         return hit
 
     def blocks(self, node: Node) -> list[list[int]]:
-        """The blocks of each group on the path of a node, null as in `Hit.blocks`."""
+        """The blocks of each group on the path, null as in `Hit.blocks`."""
         path = _path(node)
         group_blocks = []
         for group, pool in enumerate(self._kv.pools):
@@ -124,10 +119,7 @@ class PrefixCache:
         return group_blocks
 
     def share(self, hit: Hit, tables: Tables) -> None:
-        """Fill the empty tables of a sequence with the blocks of a hit.
-
-        Blocks with only a host copy are allocated, and their loads are queued.
-        """
+        """Fill empty tables with the blocks of a hit, and queue loads of host copies."""
         if hit.node is None:
             return
         self._kv.share(tables, hit.blocks)
@@ -161,10 +153,10 @@ class PrefixCache:
         *,
         replace: bool = True,
     ) -> Node:
-        """Insert the full blocks of a sequence below `node`, and return the last node.
+        """Insert full blocks below `node`, and return the last node.
 
-        A block of the same tokens in the tree replaces the block of the sequence. Without
-        `replace` the sequence keeps its block, because a launched step uses it.
+        Blocks of the same tokens in the tree replace them, unless a launched step uses them (not
+        `replace`).
         """
         block_size = self._kv.block_size
         while (node.depth + 1) * block_size <= computed:
@@ -193,7 +185,7 @@ class PrefixCache:
         self._kv.pools[group].cache(block, self._on_evict[group])
 
     def _evicted(self, group: int, block: int) -> None:
-        """Save a block to the host before it is overwritten, unless a copy exists."""
+        """Save a block to the host before it is overwritten."""
         node, host = self._nodes[group].pop(block), self._kv.host
         node.blocks[group] = NULL_BLOCK
         host_block = node.host_blocks[group]
@@ -214,9 +206,7 @@ class PrefixCache:
             self._prune(node, group)
 
     def _prune(self, node: Node, group: int) -> None:
-        """Free the other blocks of a node whose gap no hit can pass, in a group without a
-        window.
-        """
+        """Free the other blocks of a node, if no hit can pass its gap."""
         pools = self._kv.pools
         if pools[group].window_blocks != inf:
             return
@@ -241,5 +231,5 @@ def _path(node: Node) -> list[Node]:
 
 
 def _edge(known: Sequence[int], start: int, block_size: int) -> bytes:
-    """The token ids of a block as bytes, which are small and fast to compare."""
+    """Token ids as bytes, which are small and fast to compare."""
     return array("i", known[start : start + block_size]).tobytes()

@@ -1,4 +1,4 @@
-"""From block tables to the arrays of a batch, and the copies of KV between steps."""
+"""Block tables as arrays of a batch, and copies of KV between steps."""
 
 from array import array
 from collections.abc import Sequence
@@ -16,9 +16,7 @@ from headrace.kv.manager import Copy, KvManager, Tables
 def kv_rows(
     tables: Sequence[Tables], written: Sequence[range], block_size: int
 ) -> tuple[KvRows, ...]:
-    """The slots and the block table of each KV group. `written`: positions that each sequence
-    writes.
-    """
+    """The slots and the block table of each KV group, for `written` positions."""
     return tuple(
         KvRows(slots_of(group_tables, written, block_size), block_table(group_tables))
         for group_tables in zip(*tables, strict=True)
@@ -26,7 +24,7 @@ def kv_rows(
 
 
 def slots_of(tables: Sequence[Table], written: Sequence[range], block_size: int) -> Ints:
-    """The slots of the written positions of each sequence, [rows]."""
+    """The slots of the written positions, [rows]."""
     slots: list[int] = []
     for table, indices in zip(tables, written, strict=True):
         slots += [table[index // block_size] * block_size + index % block_size for index in indices]
@@ -34,7 +32,7 @@ def slots_of(tables: Sequence[Table], written: Sequence[range], block_size: int)
 
 
 def block_table(tables: Sequence[Table]) -> Ints:
-    """The tables as an array padded with zeros, [sequences, max_blocks]."""
+    """The tables, padded with zeros, [sequences, max_blocks]."""
     width = max(map(len, tables))
     rows = [
         (_without_nulls(table) if table.num_released else table)
@@ -46,9 +44,7 @@ def block_table(tables: Sequence[Table]) -> Ints:
 
 
 def _without_nulls(table: Table) -> "array[int]":
-    """Replace null blocks, which no row reads, by a block of the same sequence: a wrong read
-    must not reach the KV of another sequence.
-    """
+    """Replace null blocks by a block of the same sequence: a wrong read must not reach another."""
     return (
         table[: table.num_sink_blocks]
         + array("i", [table[-1]] * table.num_released)
@@ -63,7 +59,7 @@ class TokenRun(NamedTuple):
 
 
 def batch_of_runs(runs: Sequence[TokenRun], block_size: int, *, logits: bool) -> RaggedBatch:
-    """A batch of token runs without drafts; with `logits`, the last row of each has logits."""
+    """A batch without drafts; with `logits`, the last row of each run has logits."""
     ends = list(accumulate(len(run.tokens) for run in runs))
     return RaggedBatch(
         tokens=ints([token for run in runs for token in run.tokens]),
@@ -83,7 +79,7 @@ def batch_of_runs(runs: Sequence[TokenRun], block_size: int, *, logits: bool) ->
 
 
 def prepare_blocks(executable: Executable, kv: KvManager, copies: Sequence[Copy]) -> None:
-    """Make the block copies of a step, then load its blocks from host memory."""
+    """Make the block copies of a step, then load its host blocks."""
     move_slots(executable, kv.slot_copies(copies))
     kv.host.run_loads()
 

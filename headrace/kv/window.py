@@ -8,16 +8,15 @@ from headrace.kv.blocks import NULL_BLOCK, BlockPool, Demand, Table
 class WindowPool(BlockPool):
     """The blocks of layers whose rows see `window` positions and the first `num_sink_tokens`.
 
-    A sequence continues in the blocks that no later row sees. Each table pays for all its
-    blocks, also for shared ones, so it may always take a new block for a released one, and a
-    prompt in chunks never needs more than at its admission.
+    A released block gives a new one. Each table pays for all its blocks, also shared ones, so
+    this always works, and a prompt in chunks never needs more than at its admission.
     """
 
     def __init__(
         self, num_blocks: int, block_size: int, window: int, max_rows: int, num_sink_tokens: int = 0
     ) -> None:
-        """`window` includes the row's own position. `max_rows` limits the rows of a sequence in
-        a step.
+        """`window` includes the row's own position. `max_rows` limits the rows of a sequence in a
+        step.
         """
         super().__init__(num_blocks, block_size)
         self.num_sink_blocks = self.blocks_for(num_sink_tokens)
@@ -25,11 +24,11 @@ class WindowPool(BlockPool):
         self._window = window
         self._max_rows = max_rows
         self._max_blocks = self._max_span(max_rows)
-        """Max blocks of a table at once, without the sinks."""
+        """Blocks of a table, without the sinks."""
 
     @property
     def num_available(self) -> int:
-        """Number of blocks that no table pays for; negative if forks hold too many."""
+        """Blocks that no table pays for; negative if forks hold too many."""
         return self.num_blocks - self._num_references
 
     def max_blocks(self, demand: Demand) -> int:
@@ -46,10 +45,8 @@ class WindowPool(BlockPool):
         return max(0, computed + 1 - self._window) // self.block_size
 
     def advance(self, table: Table, computed: int, num_known: int) -> None:
-        """Release the blocks that no row from token `computed` on sees, and take a new block
-        for each.
-
-        If forks hold too many, it takes fewer.
+        """Release the blocks that no row from token `computed` on sees; take new ones, or fewer
+        after forks.
         """
         num_before = table.num_released
         first = self.num_sink_blocks + num_before

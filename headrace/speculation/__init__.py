@@ -1,1 +1,1 @@
-"""Speculative decoding: which tokens to draft, when drafting pays, and how much to draft."""
+"""Speculative decoding: proposers, and policies that decide when drafting pays."""

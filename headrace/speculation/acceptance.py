@@ -7,26 +7,25 @@ from headrace.batch import DraftTree
 _MAX_DEPTH = 6
 _MAX_RANK = 2
 _DECAY = 0.98
-"""Factor on earlier observations at each new one."""
+"""Factor on earlier observations."""
 _SEQUENCE_DECAY = 0.9
 _PRIOR_WEIGHT = 3.0
-"""Observations that the prior of a rate counts as."""
+"""Observations that a prior counts as."""
 
 _NodeClass = tuple[int, int, int]
-"""Confidence of the tree, depth of the node, and its rank among its siblings."""
+"""Confidence of the tree, depth, and rank among its siblings."""
 
 
 class AcceptanceRates:
-    """Rates at which a draft node of one proposer is right if its parent is, by node class.
+    """Rates at which a draft node is right if its parent is, by node class.
 
-    With `general`, the rates are for one sequence. They start from the general rates, and their
-    observations are recorded in the general rates too.
+    Rates on one sequence start from the `general` rates, which record their observations too.
     """
 
     def __init__(
         self, general: "AcceptanceRates | None" = None, prior: Sequence[float] = (0.5,)
     ) -> None:
-        """`prior[confidence]` is the first general rate of the likeliest child."""
+        """`prior[confidence]` is the general rate of the likeliest child, at first."""
         self._general = general
         self._prior = prior
         self._decay = _DECAY if general is None else _SEQUENCE_DECAY
@@ -35,8 +34,7 @@ class AcceptanceRates:
     def rate(self, key: _NodeClass) -> float:
         """Probability that a node is right if its parent is.
 
-        The prior on one sequence is the general rate, whose prior is the rate at the depth
-        above.
+        The prior is the general rate, then the rate at the depth above.
         """
         right, observed = self._counts.get(key, (0.0, 0.0))
         confidence, depth, rank = key
@@ -49,7 +47,7 @@ class AcceptanceRates:
         return (right + _PRIOR_WEIGHT * prior) / (observed + _PRIOR_WEIGHT)
 
     def values(self, draft: DraftTree) -> list[float]:
-        """Probability of each node that it is accepted if it runs."""
+        """Probability of each node to be accepted."""
         rates: dict[_NodeClass, float] = {}
         values: list[float] = []
         for key, parent in zip(_node_classes(draft), draft.parents, strict=True):
@@ -60,10 +58,8 @@ class AcceptanceRates:
         return values
 
     def record(self, draft: DraftTree, tokens: list[int]) -> None:
-        """Count the nodes along the sequence's new `tokens` as right and their siblings as
-        wrong.
-
-        The draft need not have run.
+        """Count the nodes along the new `tokens` as right and their siblings as wrong, even
+        without a run.
         """
         keys = _node_classes(draft)
         node = -1

@@ -1,7 +1,7 @@
 """Adaptive speculation: run the draft nodes that give the most tokens per second, often none.
 
-When the drafts of a proposer do not pay, its next call is a *probe*. Probes take a small share
-of the time, which halves with each failure.
+When drafts do not pay, the next call is a *probe*. The share of time for probes halves with each
+failure.
 """
 
 from collections.abc import Mapping
@@ -16,18 +16,17 @@ from headrace.speculation.prices import CallPrice, RowPrices
 from headrace.speculation.step_cost import StepCost
 
 _MAX_PROBE_SHARE, _MIN_PROBE_SHARE = 0.05, 0.0025
-"""Share of a sequence's time for probes of one proposer, at first and at last."""
+"""Shares of a sequence's time for one proposer, at first and at last."""
 _MAX_PAUSE = 0.1
-"""Seconds: a new sequence may arrive at any time."""
+"""Seconds."""
 _CHEAP_FIRST_CALL = 0.01
-"""Max price per known token of a first call for a new sequence, in plain tokens."""
+"""Price per known token up to which a new sequence gets its first call, in plain tokens."""
 _PROBE_STEPS = 6
-"""Steps in a row of a probe, for a proposer that learns only from rows that run."""
+"""For a proposer that learns only from rows that run."""
 _PROBE_NODES = 4
 _MIN_PLAIN_STEPS = 2
-"""Plain steps to measure before the first draft."""
 _PLAIN_EVERY = 32
-"""Steps with drafts before one plain step, which measures the present cost of plain steps."""
+"""Steps with drafts before one plain step, which measures the cost of plain steps."""
 
 
 @dataclass
@@ -56,7 +55,7 @@ class _ProposerState:
 
 
 class AdaptivePolicy:
-    """A `DraftPolicy` that compares the expected gain of drafts with their measured cost."""
+    """A `DraftPolicy` that compares the expected gain of drafts with their cost."""
 
     def __init__(self, traits: Mapping[str, ProposerTraits]) -> None:
         self._proposers = {
@@ -66,12 +65,11 @@ class AdaptivePolicy:
         self._now = 0.0
         self._prices = RowPrices(StepCost(), 1, 1)
         self._is_plain = True
-        """Whether this step has no drafts, to measure plain steps."""
         self._num_drafting = 0
         self._pause_end = 0.0
-        """End of the pause after this step, as `_now`."""
+        """As `_now`."""
         self._next_calls: dict[tuple[str, tuple[int, int]], float] = {}
-        """Times as `_now`, by proposer and `seq_id` of this step."""
+        """As `_now`, by proposer and `seq_id`."""
 
     @property
     def pause_seconds(self) -> float:
@@ -106,7 +104,7 @@ class AdaptivePolicy:
         return pays or next_probe <= self._now
 
     def max_nodes(self, name: str, seq: SequenceView, limit: int) -> int:
-        """Number of nodes to request: below `limit` if deeper nodes take time and do not pay."""
+        """Nodes to request: below `limit` if deeper nodes take time and do not pay."""
         proposer, prices = self._proposers[name], self._prices
         max_width, num_sampling = proposer.traits.width, prices.num_sampling
         if not max_width:
@@ -131,7 +129,7 @@ class AdaptivePolicy:
         return num_nodes
 
     def evaluate(self, name: str, seq: SequenceView, draft: DraftTree) -> DraftCandidate:
-        """Estimate the gain of a draft, which decides when the proposer is called again."""
+        """Estimate the gain of a draft, which decides the next call."""
         proposer, state = self._proposers[name], self._state(name, seq)
         candidate = DraftCandidate(name, draft, state.acceptance.values(draft))
         state.gain = self._gain(candidate)
@@ -152,7 +150,6 @@ class AdaptivePolicy:
         return second if self._gain(second) > self._gain(first) else first
 
     def choose_nodes(self, candidates: Mapping[Key, DraftCandidate]) -> dict[Key, list[int]]:
-        """Choose the likeliest nodes of all candidates, for the most tokens per second."""
         bundles: list[tuple[float, Key, list[int]]] = []  # mean value of the nodes, key, nodes
         for key, candidate in candidates.items():
             if candidate.draft.indivisible:
@@ -224,8 +221,7 @@ class AdaptivePolicy:
     def _state(self, name: str, seq: SequenceView) -> _SequenceState:
         """State of a proposer on a sequence.
 
-        If a first call is expensive, a new sequence waits for it as long as the last sequence
-        waits for its next probe.
+        A new sequence waits for an expensive first call as long as the last for its next probe.
         """
         proposer = self._proposers[name]
         state = proposer.seqs.get(seq)

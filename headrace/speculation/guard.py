@@ -16,11 +16,11 @@ MAX_CONFIDENCE = 7
 
 
 class Guard:
-    """Calls a proposer. A call that raises, or returns no valid draft trees, gives no draft.
+    """Calls a proposer; a call that fails or returns no valid draft trees gives no draft.
 
-    Python cannot stop a thread, so a call beyond the time limit is abandoned, and the proposer
-    is retired. The call may still read the engine's state but never changes it. A proposer
-    whose traits choose the engine's thread is retired after its call. `clock` returns seconds.
+    Python cannot stop a thread, so a call beyond the time limit is abandoned, and the proposer is
+    retired. The call may still read the engine's state but never changes it. A proposer in the
+    engine's thread is retired after its call. `clock` returns seconds.
     """
 
     def __init__(
@@ -29,7 +29,6 @@ class Guard:
         self.traits = proposer.traits
         self.failures = 0
         self.retired = False
-        """Whether a call took too long."""
         self._proposer = proposer
         self._vocab_size = vocab_size
         self._clock = clock
@@ -64,9 +63,7 @@ class Guard:
         del self._proposer
 
     def _call(self, function: Callable[[], Any], *, returns: bool = True) -> Any:
-        """Return the value of a call, or None if it fails. With `returns`, None counts as a
-        failure.
-        """
+        """Return the value of a call, or None if it fails."""
         if self.retired:
             return None
         try:
@@ -87,7 +84,7 @@ class Guard:
         return value
 
     def _checked(self, draft: DraftTree, budget: int) -> DraftTree:
-        """The draft with plain ints, or no draft if it is not a valid tree within the budget."""
+        """The draft with plain ints, or no draft if it is not valid."""
         try:
             tokens = [operator.index(token) for token in draft.tokens]
             parents = [operator.index(parent) for parent in draft.parents]
@@ -124,9 +121,7 @@ class _Outcome(NamedTuple):
 
 
 class _Worker:
-    """A thread for calls of up to `time_limit` seconds, which ends when this object is
-    collected.
-    """
+    """A thread for calls of up to `time_limit` seconds, which ends with this object."""
 
     def __init__(self, time_limit: float | None) -> None:
         self._time_limit = time_limit
@@ -135,9 +130,9 @@ class _Worker:
         self._thread: Thread | None = None
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Call a function in the thread. Raises its error, or _TimeLimitError.
+        """Call a function. Raises its error, or _TimeLimitError.
 
-        After _TimeLimitError there must be no other call: the old outcome may still arrive.
+        There must be no call after _TimeLimitError: the old outcome may still arrive.
         """
         if self._thread is None:
             thread = Thread(

@@ -1,8 +1,4 @@
-"""Speculation in the step loop: plan drafts, call the proposers, choose the nodes to run,
-learn.
-
-A policy (`policy.py`) makes the decisions by speed; this module carries them out.
-"""
+"""Speculation in the step loop, as a policy (`policy.py`) decides."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +18,11 @@ from headrace.speculation.proposers.trees import prune
 from headrace.speculation.step_cost import StepCost
 
 _RECORD_EVERY = 0.05
-"""Seconds between two recorded steps while speculation pauses."""
+"""Seconds, while speculation pauses."""
 
 
 class ScheduledView(Protocol):
-    """The part of a scheduled sequence that speculation reads, and the draft that it sets."""
+    """The part of a scheduled sequence that speculation reads, and its draft."""
 
     draft: DraftTree
 
@@ -54,16 +50,16 @@ Item = TypeVar("Item", bound=ScheduledView)
 
 @dataclass(slots=True, eq=False)
 class StepDrafts(Generic[Item]):
-    """The drafts of one step, and the measurements that follow from them."""
+    """The drafts of one step, and their measurements."""
 
     calls: dict[str, dict[Item, int]] = field(default_factory=dict)
-    """Max nodes for each sequence, by name of the proposer."""
+    """Max nodes by proposer and sequence."""
     call_seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds of each proposer's call and of the evaluation of its drafts."""
+    """Seconds by proposer, including the evaluation."""
     candidates: dict[Item, list[DraftCandidate]] = field(default_factory=dict)
-    """All drafts of each sequence, whether or not they run."""
+    """All drafts, whether or not they run."""
     methods: dict[Item, str] = field(default_factory=dict)
-    """Name of the proposer whose draft runs."""
+    """Proposer of the draft that runs."""
 
 
 class SpeculationManager:
@@ -90,9 +86,7 @@ class SpeculationManager:
             AdaptivePolicy(traits) if config.adaptive_speculation else FixedPolicy()
         )
         self._costs: defaultdict[int, StepCost] = defaultdict(StepCost)
-        """By bit length of the number of sequences: rows that attend to more contexts take
-        longer.
-        """
+        """By bit length of the number of sequences: rows over more contexts take longer."""
         self._clock = clock
         self._last_record = 0.0
 
@@ -117,8 +111,7 @@ class SpeculationManager:
     def plan(self, scheduled: list[Item]) -> tuple[StepDrafts[Item] | None, dict[Item, int]]:
         """Choose the proposers to call.
 
-        Returns the drafts, None while speculation is paused, and the number of nodes to reserve
-        slots for, by sequence.
+        Returns the drafts, None during a pause, and the nodes to reserve slots for.
         """
         if self.is_paused:
             return None, {}
@@ -149,7 +142,7 @@ class SpeculationManager:
         return drafts, requested
 
     def draft(self, drafts: StepDrafts[Item]) -> None:
-        """Call the proposers, and set the draft of each sequence within its granted budget."""
+        """Call the proposers, and set the draft of each sequence within its budget."""
         granted = dict.fromkeys(
             item for nodes in drafts.calls.values() for item in nodes if item.draft_budget
         )
@@ -186,8 +179,7 @@ class SpeculationManager:
         seconds: float,
         num_launches: int,
     ) -> None:
-        """Learn from a finished step of `num_launches` launches, and let the proposers observe
-        it.
+        """Learn from a finished step of `num_launches` launches.
 
         `seconds` is the time of all launches, `result` the result of the last.
         """
@@ -259,7 +251,6 @@ class SpeculationManager:
     def _count_savings(
         self, scheduled: Sequence[Item], commits: list[Commit], drafts: StepDrafts[Item]
     ) -> None:
-        """Update the statistics of drafts, such as the seconds that they saved."""
         if not drafts.methods:
             return
         cost = self._cost(scheduled)
@@ -288,7 +279,7 @@ class SpeculationManager:
 
 
 def _permitted(seq: SequenceView, draft: DraftTree) -> DraftTree:
-    """Remove the nodes that the constraint forbids, or an indivisible draft with such a node."""
+    """Remove forbidden nodes, or an indivisible draft with such a node."""
     if seq.constraint is None or not draft.tokens:
         return draft
     kept = seq.constraint.allowed_nodes(draft)

@@ -1,8 +1,7 @@
 """The policy of speculation: which proposers to call, and how many draft nodes to run.
 
-The manager calls a policy in this order: `begin_step`, `should_call`, `max_nodes`, then
-`evaluate`, `better` and `should_call` after each proposer, then `choose_nodes`, then the
-`record` methods after the step.
+The order of calls: `begin_step`, `should_call`, `max_nodes`, then `evaluate`, `better` and
+`should_call` after each proposer, `choose_nodes`, and the `record` methods.
 """
 
 from collections.abc import Mapping
@@ -22,49 +21,44 @@ class DraftCandidate(NamedTuple):
 
 
 class DraftPolicy(Protocol):
-    """Decides how much is drafted. A policy decides by speed alone and never changes a token."""
+    """Decides how much is drafted, by speed alone. A policy never changes a token."""
 
     @property
     def pause_seconds(self) -> float:
-        """Seconds of plain decoding until proposers may be called again; 0: now."""
+        """Seconds of plain decoding until the next call; 0: now."""
 
     def begin_step(self, cost: StepCost, num_scheduled: int, num_sampling: int) -> None:
-        """Begin a step of `num_scheduled` rows without drafts, in which `num_sampling`
-        sequences sample.
+        """Begin a step of `num_scheduled` rows without drafts, in which `num_sampling` sequences
+        sample.
 
-        `cost` estimates the seconds of steps with about as many sequences.
+        `cost` estimates the seconds of such steps.
         """
 
     def should_call(
         self, name: str, seq: SequenceView, rival: DraftCandidate | None = None
     ) -> bool:
-        """Whether to call a proposer for a sequence that already has the draft `rival`, or none."""
+        """Whether to call a proposer, given the best draft so far as `rival`."""
 
     def max_nodes(self, name: str, seq: SequenceView, limit: int) -> int: ...
 
     def evaluate(self, name: str, seq: SequenceView, draft: DraftTree) -> DraftCandidate:
-        """Make a candidate of a draft that a proposer has returned, even if it has no nodes."""
+        """Make a candidate of a proposer's draft, even if it has no nodes."""
 
     def better(self, first: DraftCandidate, second: DraftCandidate) -> DraftCandidate:
         """Return the better candidate for a sequence; the first of equals."""
 
     def choose_nodes(self, candidates: Mapping[Key, DraftCandidate]) -> dict[Key, list[int]]:
-        """Return the nodes to run of each candidate, ascending. Parents of chosen nodes are
-        chosen.
-        """
+        """Return the nodes to run of each candidate, ascending and with their parents."""
 
     def record_step(self, seconds: float) -> None: ...
 
     def record_acceptance(
         self, seq: SequenceView, candidate: DraftCandidate, tokens: list[int]
     ) -> None:
-        """Record which nodes of a candidate were right: `tokens` are the sequence's new tokens."""
+        """Record which nodes were right, by the sequence's new tokens."""
 
     def record_call(self, name: str, nodes: Mapping[SequenceView, int], seconds: float) -> None:
-        """Record the seconds that a proposer took to propose and to observe the step.
-
-        `nodes` is the number of requested nodes by sequence.
-        """
+        """Record the seconds of a proposer in the step, with the requested nodes by sequence."""
 
 
 class FixedPolicy:

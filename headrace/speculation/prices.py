@@ -1,16 +1,15 @@
-"""Prices of calls to a proposer and of draft rows, for adaptive speculation."""
+"""Prices of calls and draft rows, for adaptive speculation."""
 
 from headrace.speculation.step_cost import StepCost
 
 _ROW_MARGIN, _SHARED_ROW_MARGIN, _STEP_MARGIN = 1.25, 1.5, 0.05
-"""Margins for errors of the estimates.
+"""Factors for rows, and tokens for a step, against errors of the estimates.
 
-The row margins are factors; the step margin is a constant, in tokens. The shared margin applies
-if several sequences draw: a draft speeds up only one and delays all.
+A draft speeds up only one of several sequences, and delays all.
 """
 _PRICE_RATE, _MAX_PRICE_RISE = 0.1, 4
-"""Weight of the newest call in the averages, and the largest multiple of an average that
-counts. A longer call was interrupted by another process.
+"""Weight of the newest call, and the largest multiple of an average that counts. A longer call
+was interrupted.
 """
 
 
@@ -19,9 +18,9 @@ class CallPrice:
 
     def __init__(self) -> None:
         self.first_by_token = 0.0
-        """Seconds of the first call for a sequence, per known token: it may read the prompt."""
+        """Seconds per known token: the first call may read the prompt."""
         self.by_sequence = 0.0
-        """Seconds of a later call for one sequence, with the time to observe the step."""
+        """Seconds of a later call and of observing the step."""
         self.by_node = 0.0
 
     def record_first(self, num_tokens: int, seconds: float) -> None:
@@ -36,7 +35,7 @@ class CallPrice:
 
 
 class RowPrices:
-    """Prices of draft rows in one step, in units of plain decoding's time for a token."""
+    """Prices of draft rows, in units of plain decoding's time for a token."""
 
     def __init__(self, cost: StepCost, num_scheduled: int, num_sampling: int) -> None:
         self.num_sampling = num_sampling
@@ -57,7 +56,7 @@ class RowPrices:
     def gain(self, values: list[float], *, indivisible: bool) -> float:
         """Max tokens that a draft gains, less the price of its rows.
 
-        `values` are the probabilities of its nodes. An indivisible draft runs all of them.
+        `values` are the probabilities of its nodes, which all run if indivisible.
         """
         if indivisible:
             return max(0.0, sum(values) - self.price(len(values)))

@@ -1,19 +1,19 @@
-"""The time of a step as a function of its rows, learned from measured steps."""
+"""The time of a step by its rows, learned from measured steps."""
 
 from bisect import bisect_left, insort
 from math import exp, log, log2
 
 _KNOTS_PER_DOUBLING = 2
 _LAST_KNOT = 12 * _KNOTS_PER_DOUBLING
-"""The last knot, at 4096 rows; larger steps count as 4096 rows."""
+"""At 4096 rows; larger steps count as 4096."""
 _DEFAULT_ROW_TIME = 0.1
-"""Time of a row relative to the fixed part of a step, before any measurement."""
+"""Relative to the fixed part of a step."""
 _MAX_ERROR = 0.5
-"""Logarithm; a step with a larger error shared the machine with another process."""
+"""Logarithm. A larger error comes from another process."""
 _MAX_FIRST_ERROR = 2.0
 """Logarithm, at a knot without a measurement."""
 _SCALE_RATE = 0.2
-"""Share of an error that moves the scale, at knots with many measurements."""
+"""Share of an error that moves the scale."""
 _MAX_SCALE_CHANGE = 0.02
 _MIN_SHAPE_RATE = 0.02
 _FIRST_VISIT = 1.5
@@ -21,21 +21,20 @@ _FIRST_VISIT = 1.5
 
 
 class StepCost:
-    """An estimate of the seconds of a step: scale x shape(rows).
+    """The seconds of a step: scale x shape(rows).
 
-    The scale is the present speed of the machine and follows quickly. The shape is the relative
-    cost of numbers of rows and follows slowly. It is a curve through knots at powers of sqrt(2)
-    rows, piecewise linear in logarithms, and never falls. To separate both, the policy runs
-    plain steps now and then.
+    The scale, the present speed of the machine, follows quickly; the shape follows slowly. It
+    never falls, and is piecewise linear in logarithms, with knots at powers of sqrt(2) rows. To
+    separate both, the policy runs plain steps now and then.
     """
 
     def __init__(self) -> None:
         self._scale: float | None = None
-        """Logarithm; None before the first measurement."""
+        """Logarithm."""
         self._shape: dict[int, float] = {}
         self._measured: list[int] = []
         self._visits = [0.0] * (_LAST_KNOT + 1)
-        """Measured steps by knot; a step between two knots counts in part for both."""
+        """Steps; one between two knots counts in part for both."""
 
     def visits(self, rows: int) -> float:
         place = _place(rows)
@@ -43,9 +42,7 @@ class StepCost:
         return self._visits[knot] + (self._visits[knot + 1] if place > knot else 0.0)
 
     def seconds(self, rows: int) -> float:
-        """Estimated seconds of a step without the calls to proposers; 0 before the first
-        measurement.
-        """
+        """Seconds of a step without proposers; 0 before the first measurement."""
         if self._scale is None or not rows:
             return 0.0
         return exp(self._scale + self._shape_at(_place(rows)))
@@ -89,9 +86,7 @@ class StepCost:
             shape[other] = height
 
     def _shape_at(self, place: float) -> float:
-        """Logarithm of the shape; outside the measured knots it runs parallel to the default
-        curve.
-        """
+        """Logarithm of the shape, parallel to the default curve outside the measured knots."""
         measured, shape = self._measured, self._shape
         index = bisect_left(measured, place)
         if index < len(measured) and measured[index] == place:

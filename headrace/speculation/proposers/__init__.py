@@ -33,7 +33,7 @@ class DraftModel:
     executable: Executable
     kv: KvManager
     max_length: int
-    """Tokens of the longest sequence that the model was trained for."""
+    """Tokens."""
 
 
 @frozen
@@ -42,10 +42,10 @@ class DraftModels:
 
     draft: DraftModel | None = None
     first_layers: Executable | None = None
-    """The first layers of the target model and its head, over the target's weights and KV."""
+    """First layers of the target and its head, over the target's weights and KV."""
     block_size: int = KvConfig.block_size
     heads: Sequence[Executable] = ()
-    """Medusa heads, ascending by the distance of the token that they predict."""
+    """Medusa heads by distance of the predicted token."""
 
     @property
     def executables(self) -> list[Executable]:
@@ -111,15 +111,12 @@ REQUIRED_OPTION = {
     "self_draft": "draft_layers",
     "medusa": "medusa_heads",
 }
-"""The option that only this method uses."""
 _ALWAYS_ENABLED = ("ngram", "online")
 _WITH_PROBABILITIES = ("draft_model", "self_draft")
 
 
 def enabled_methods(config: EngineConfig) -> tuple[str, ...]:
-    """Return the methods that a configuration enables. Raises RequestError for an unknown
-    proposer.
-    """
+    """Return the methods of a configuration. Raises RequestError for an unknown proposer."""
     name = config.proposer
     if name not in PROPOSERS:
         raise RequestError(f"unknown proposer {name!r}; choose from {', '.join(PROPOSERS)}")
@@ -134,15 +131,14 @@ def enabled_methods(config: EngineConfig) -> tuple[str, ...]:
 def make_proposers(
     config: EngineConfig, draft_models: DraftModels = NO_DRAFT_MODELS
 ) -> dict[str, Proposer]:
-    """Make the enabled proposers, by name.
-
-    Raises RequestError for an unknown proposer, or if `draft_models` lacks a program.
+    """Make the enabled proposers, by name. Raises RequestError if `draft_models` lacks a
+    program.
     """
     return {name: METHODS[name](config, draft_models) for name in enabled_methods(config)}
 
 
 def check_speculation(config: EngineConfig) -> None:
-    """Raise RequestError for options of speculative decoding that exclude each other."""
+    """Raise RequestError for options that exclude each other."""
     proposer, acceptance = config.proposer, config.acceptance_method
     methods = enabled_methods(config)
     for method, option in REQUIRED_OPTION.items():

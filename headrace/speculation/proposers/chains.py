@@ -1,7 +1,4 @@
-"""Chains of drafts sampled by a model, for several sequences at once, one depth per launch.
-
-The model samples with the noise that each sequence will use itself.
-"""
+"""Chains of drafts, sampled with each sequence's own noise, one depth per launch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,27 +15,26 @@ from headrace.logit_ops import Expand, Expanded, SamplerState
 from headrace.proposer import SequenceView
 
 TIME_LIMIT = 10.0
-"""Seconds of one call before a drafting model is retired; it may catch up with a long prompt."""
+"""Seconds of one call, which may catch up with a long prompt."""
 
 
 @dataclass(slots=True, eq=False)
 class Chain:
-    """A chain of samples for one sequence, each with the next best tokens as siblings."""
+    """Samples for one sequence, each with the next best tokens as siblings."""
 
     run: TokenRun
     seq_index: int
-    """Index of the sequence in its request, which selects its noise."""
+    """Selects the noise."""
     sampler: SamplerState
-    """A clone of the sequence's sampler."""
     position: int
     budget: int
     probabilities: list[NDArray[np.float64]] | None
-    """The distribution [vocab] that each node was sampled from; None if it is not needed."""
+    """The distribution [vocab] that each node was sampled from."""
     constraint: Constraint | None = None
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     end: int = -1
-    """The last node of the chain; -1 before the first."""
+    """The last node; -1 before the first."""
 
     @property
     def draft(self) -> DraftTree:
@@ -50,7 +46,7 @@ class Chain:
 
     @property
     def path(self) -> list[int]:
-        """The tokens of the chain without the siblings."""
+        """The tokens without the siblings."""
         path: list[int] = []
         node = self.end
         while node >= 0:
@@ -96,7 +92,7 @@ class Chain:
 def chain(
     seq: SequenceView, computed: int, tables: Tables, budget: int, *, probabilities: bool
 ) -> Chain:
-    """An empty chain. The drafting model has KV for the first `computed` tokens, in `tables`."""
+    """An empty chain after `computed` tokens with KV in `tables`."""
     index = seq.seq_id[1]
     return Chain(
         run=TokenRun(seq.known[computed:], computed, tables),
@@ -112,7 +108,7 @@ def chain(
 def grow(executable: Executable, chains: Sequence[Chain], width: int, block_size: int) -> None:
     """Extend the chains by `width` nodes per depth, until their budgets are spent.
 
-    A chain whose logits are not finite ends. The tables must have slots for all depths but the
+    Logits that are not finite end a chain. The tables must have slots for all depths but the
     last.
     """
     while chains:

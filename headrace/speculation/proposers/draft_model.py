@@ -1,8 +1,7 @@
 """A smaller model drafts for a larger one (Leviathan et al. 2023; Chen et al. 2023).
 
-The draft model samples with the target's noise of the same position (Gumbel coupling). It has
-its own KV, which each step rewinds to the sequence's tokens, so preemption, forks and prefix
-hits need no code here.
+It samples with the target's noise (Gumbel coupling). Each step rewinds its own KV to the
+sequence's tokens, so preemption, forks and prefix hits need no code here.
 """
 
 from dataclasses import dataclass, field
@@ -19,11 +18,11 @@ from headrace.proposer import ProposerTraits, SequenceView
 from headrace.speculation.proposers.chains import TIME_LIMIT, Chain, chain, grow
 
 _CATCH_UP_ROWS = 512
-"""Max known tokens computed in one step."""
+"""Max known tokens in one step."""
 
 
 def max_rows(depth: int) -> int:
-    """Max slots that a draft of `depth` tokens reserves at once for a sequence."""
+    """Max slots that a draft of `depth` tokens reserves at once."""
     return _CATCH_UP_ROWS + depth - 1
 
 
@@ -34,12 +33,12 @@ class _DraftContext:
     tables: Tables
     tokens: list[int] = field(default_factory=list)
     agreed: int = 0
-    """Number of them that are known to equal the tokens of the sequence."""
+    """Tokens that are known to equal the sequence's."""
 
     def rewind(self, known: list[int], kv: KvManager) -> None:
         """Drop the tokens that differ from `known`, and its last token, whose row gives logits.
 
-        Drop all if an attention window has freed KV that the next row reads.
+        Drop all if a window has freed KV that the next row reads.
         """
         self.agreed += _num_common(self.tokens[self.agreed :], known[self.agreed : -1])
         if not kv.can_rewind(self.tables, self.agreed):
@@ -121,9 +120,7 @@ class DraftModelProposer:
         pass
 
     def _new_context(self, seq: SequenceView, new_requests: set[int]) -> _DraftContext | None:
-        """A context that shares the KV of another sequence of the same request; None if it has
-        none yet.
-        """
+        """A context that shares the KV of a sibling; None if it has none yet."""
         request = seq.seq_id[0]
         if request in new_requests:
             return None
@@ -141,9 +138,7 @@ class DraftModelProposer:
         return context
 
     def _reserve(self, context: _DraftContext, length: int, busy: list[SequenceView]) -> bool:
-        """Reserve slots, if necessary of sequences that do not draft now; returns whether there
-        are enough.
-        """
+        """Reserve slots, if necessary of sequences that do not draft; returns success."""
         while (copies := self.kv.allocate(context.tables, context.agreed, length)) is None:
             unused = next(
                 (

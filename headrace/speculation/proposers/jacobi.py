@@ -10,7 +10,7 @@ from headrace.proposer import ProposerTraits, SequenceView
 
 
 class JacobiProposer:
-    """Drafts by Jacobi iteration, at the cost of one argmax for each draft row."""
+    """Drafts by Jacobi iteration, with one argmax for each draft row."""
 
     def __init__(self, max_nodes: int) -> None:
         self.traits = ProposerTraits(

@@ -1,8 +1,8 @@
 """Lookahead decoding: a window of Jacobi iterations collects n-grams (Fu et al. 2024).
 
-A column of the window is a run of draft tokens, one of each of the last iterations. With the
-likeliest token after it, it is an n-gram of the pool. Window and n-grams share one draft tree:
-the window's first level is a chain, and each column hangs below its node in the chain.
+A column of the window has a token of each of the last iterations, and becomes an n-gram with the
+next token. Window and n-grams share one draft tree: the window's first level is a chain, and each
+column hangs below its node.
 """
 
 from collections import OrderedDict
@@ -14,11 +14,11 @@ from headrace.proposer import ProposerTraits, SequenceView
 from headrace.speculation.proposers.trees import Tree
 
 _LEVELS = 2
-"""Tokens of a column. An n-gram has one token more."""
+"""Tokens of a column; an n-gram has one more."""
 _MAX_COLUMNS = 5
 _MAX_NGRAMS = 3
 _MAX_FIRST_TOKENS = 2048
-"""Max first tokens in the pool of a sequence; the least recently used is dropped first."""
+"""In the pool of a sequence; the least recently used is dropped first."""
 
 
 class LookaheadProposer:
@@ -59,7 +59,6 @@ class _State:
         self._columns: list[list[int]] = []
 
     def draft(self, known: list[int], budget: int) -> DraftTree:
-        """A tree of columns and of n-grams that begin with the last known token."""
         tree = Tree(budget)
         self._columns = []
         stem = -1
@@ -76,7 +75,7 @@ class _State:
         return DraftTree(tree.tokens, tree.parents, indivisible=True)
 
     def observe(self, commit: Commit, result: StepResult) -> None:
-        """Add the n-grams of the columns to the pool, and move the window past the new tokens."""
+        """Add the columns to the pool, and move the window past the new tokens."""
         columns, self._columns = self._columns, []
         if commit.draft.tokens:
             assert result.logits is not None, "the traits request logits"

@@ -1,7 +1,7 @@
-"""Medusa heads draft from the hidden row that gave the last token (Cai et al. 2024).
+"""Medusa heads draft from the hidden row of the last token (Cai et al. 2024).
 
-Head i predicts the token i + 2 positions after its row, at depth i of the draft. The tree is
-static: the most probable combinations of the heads' likeliest tokens.
+Head i predicts the token i + 2 positions after its row, at depth i of a static tree of likely
+combinations.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ from headrace.proposer import ProposerTraits, SequenceView
 from headrace.speculation.proposers.chains import TIME_LIMIT
 
 _FIRST = 0.6
-"""Assumed probability that the likeliest token of the first head is right."""
+"""Probability that the likeliest token of the first head is right."""
 _NEXT_HEAD = 0.8
-"""Assumed factor on that probability from one head to the next."""
+"""Factor from one head to the next."""
 _NEXT_RANK = 0.3
 
 
 def head_forward(index: int, dim: int, vocab: int, g: Tracer) -> Value:
-    """Trace a head: logits = W_out (x + silu(W x + b)) for each input row x [dim]."""
+    """Trace logits = W_out (x + silu(W x + b)) for each row x [dim]."""
     # All rows are gathered, so the workspace is sized by logit rows and not by rows of a step.
     x = g.gather_rows(g.input(dim))
     mixed = g.linear(
@@ -99,16 +99,14 @@ class MedusaProposer:
 
 
 def _top_tokens(head: Executable, batch: RaggedBatch, count: int) -> list[list[int]]:
-    """The likeliest tokens of a head for each row, best first; none for logits that are not
-    finite.
-    """
+    """The likeliest tokens for each row, best first; none for non-finite logits."""
     ops = [Score(row, token=0, num_logprobs=count) for row in range(len(batch.tokens))]
     values = head.launch(batch, ops).wait().values
     return [value.top_ids if isinstance(value, TokenLogprobs) else [] for value in values]
 
 
 def static_tree(num_heads: int, num_nodes: int) -> list[tuple[int, ...]]:
-    """The most probable paths of a tree, parents first, as the ranks of their tokens."""
+    """The most probable paths of a tree, parents first, as ranks of tokens."""
     tree: list[tuple[int, ...]] = []
     queue: list[tuple[float, tuple[int, ...]]] = [(-_FIRST, (0,))] if num_heads else []
     while queue and len(tree) < num_nodes:

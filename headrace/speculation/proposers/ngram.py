@@ -1,6 +1,4 @@
-"""Prompt lookup: drafts the tokens that followed earlier occurrences of the last few (Saxena
-2023).
-"""
+"""Prompt lookup: drafts the tokens after earlier occurrences of the last few (Saxena 2023)."""
 
 from array import array
 from collections.abc import Iterator
@@ -13,19 +11,19 @@ from headrace.speculation.proposers.trees import merge
 
 _SIZES = (8, 4, 2)
 _MAX_PLACES = 4
-"""Max occurrences considered for each run, the latest first."""
+"""The latest for each run."""
 _MAX_CANDIDATES = 3
 _MAX_MATCH = 16
-"""Max tokens of a match; longer matches count as this long."""
+"""Tokens; longer matches count as this long."""
 _ACCEPTANCE = (0.5, 0.75, 0.85, 0.95)
-"""Acceptance of matches of 2, 4, 8 and 16 tokens, a little below the rates of 96 outputs
-(`benchmarks/acceptance.py`: 0.59, 0.82, 0.89, 0.96).
+"""For matches of 2, 4, 8 and 16 tokens, a little below the measured 0.59, 0.82, 0.89, 0.96
+(`benchmarks/acceptance.py`).
 """
 _MAX_RUNS = 1 << 15
 
 
 class NgramProposer:
-    """Drafts repetitions of a sequence's own text, in microseconds per sequence and new token."""
+    """Drafts repetitions of a sequence's own text."""
 
     def __init__(self, max_nodes: int) -> None:
         self.traits = ProposerTraits(
@@ -58,7 +56,7 @@ class NgramProposer:
 
 
 class _Index:
-    """The places after each run of tokens; a place is the position of the token that follows."""
+    """The places (next positions) after each run of tokens."""
 
     def __init__(self) -> None:
         self._runs = [_Runs(size) for size in _SIZES]
@@ -70,9 +68,7 @@ class _Index:
         self._length = len(known)
 
     def matches(self, known: list[int]) -> list[tuple[int, int]]:
-        """(length, place) of earlier occurrences of the sequence's end: longest, then latest
-        first.
-        """
+        """(length, place) of earlier occurrences of the end: longest, then latest first."""
         found: dict[int, int] = {}
         for runs in self._runs:
             for place in runs.places(_key(known[-runs.size :])):
@@ -86,13 +82,13 @@ class _Index:
 
 
 class _Runs:
-    """The places after runs of `size` tokens, linked to the previous place of the same run."""
+    """The places after runs of `size` tokens, each linked to the one before."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._last: dict[bytes, int] = {}
         self._before = array("i", [-1]) * size
-        """The previous place of the same run, by place; -1: none."""
+        """By place; -1: none."""
 
     def extend(self, known: list[int], length: int) -> None:
         last, before = self._last, self._before
@@ -117,16 +113,11 @@ class _Runs:
 
 
 def _key(tokens: list[int]) -> bytes:
-    """A run, or overlapping runs, as bytes: faster than tuples, and ignored by the garbage
-    collector.
-    """
+    """Runs as bytes: faster than tuples, and ignored by the garbage collector."""
     return array("i", tokens).tobytes()
 
 
 def _match_length(known: list[int], place: int, size: int) -> int:
-    """Number of tokens before `place` that equal the last tokens; at least `size` are known to
-    be equal.
-    """
     length, max_length = size, min(_MAX_MATCH, place)
     while length < max_length and known[place - length - 1] == known[-length - 1]:
         length += 1

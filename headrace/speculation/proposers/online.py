@@ -1,7 +1,6 @@
-"""A table of the tokens that followed runs of tokens in the outputs of earlier requests.
+"""A table of the tokens that followed runs of tokens in earlier outputs.
 
-Tokens serve only requests of the same scope (cache salt and adapter): the speed of an output
-hints at the outputs of others.
+Only requests of one scope share it: the speed of an output hints at the outputs of others.
 """
 
 from collections import deque
@@ -15,11 +14,9 @@ from headrace.speculation.proposers.trees import merge
 
 _SIZES = (8, 4, 2)
 _ACCEPTANCE = (0.5, 0.75, 0.85)
-"""Acceptance after runs of 2, 4 and 8 tokens, from 96 outputs (`benchmarks/acceptance.py`:
-0.49, 0.75, 0.88).
-"""
+"""After runs of 2, 4 and 8 tokens; measured 0.49, 0.75, 0.88 (`benchmarks/acceptance.py`)."""
 _MAX_FOLLOWERS = 2
-"""Max different tokens kept for each run, the latest first."""
+"""The latest for each run."""
 
 
 class OnlineProposer:
@@ -101,10 +98,10 @@ class OnlineProposer:
 
 
 class _Transcript:
-    """The tokens of a sequence. It outlives the sequence, so that its last tokens are learned."""
+    """The tokens of a sequence, which it outlives, so that its last tokens are learned."""
 
     def __init__(self, seq: SequenceView) -> None:
         self.scope = seq.scope
         self.known = seq.known
         self.learned = seq.prompt_len
-        """Number of tokens that are learned or in the prompt."""
+        """Tokens that are learned or in the prompt."""

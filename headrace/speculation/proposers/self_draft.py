@@ -11,7 +11,7 @@ from headrace.proposer import ProposerTraits, SequenceView
 from headrace.speculation.proposers.chains import TIME_LIMIT, chain, grow
 
 _MAX_UNCOMPUTED = 16
-"""Max known tokens without KV, which are computed twice. More cost more than a draft gains."""
+"""Tokens without KV, which are computed twice. More cost more than a draft gains."""
 
 
 class SelfDraftProposer:

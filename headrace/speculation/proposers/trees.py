@@ -6,7 +6,7 @@ from headrace.batch import DraftTree
 
 
 class Tree:
-    """A draft tree under construction. The children of a node have different tokens."""
+    """A draft tree under construction. Siblings have different tokens."""
 
     def __init__(self, budget: int) -> None:
         self.tokens: list[int] = []
@@ -15,7 +15,7 @@ class Tree:
         self._nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node
 
     def add(self, parent: int, token: int) -> int | None:
-        """The child of `parent` with this token, added if new; None if the budget is spent."""
+        """The child of `parent` with this token; None if the budget is spent."""
         node = self._nodes.get((parent, token))
         if node is None and len(self.tokens) < self._budget:
             node = self._nodes[parent, token] = len(self.tokens)
@@ -34,7 +34,7 @@ class Tree:
 
 
 def merge(chains: list[list[int]], budget: int, confidence: int = 0) -> DraftTree:
-    """Merge chains into one tree, level by level. Chains that agree make it deeper."""
+    """Merge chains level by level. Chains that agree make a deeper tree."""
     tree = Tree(budget)
     ends = [-1] * len(chains)
     for depth in range(max(map(len, chains), default=0)):
@@ -50,7 +50,7 @@ def merge(chains: list[list[int]], budget: int, confidence: int = 0) -> DraftTre
 
 
 def prune(draft: DraftTree, kept: list[int]) -> DraftTree:
-    """The tree of the `kept` nodes, which are ascending and contain their parents."""
+    """The tree of the `kept` nodes, ascending and with their parents."""
     if len(kept) == len(draft.tokens):
         return draft
     place = {node: i for i, node in enumerate(kept)} | {-1: -1}
