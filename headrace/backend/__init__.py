@@ -26,10 +26,10 @@ class HostBlocks(Protocol):
     """Copies of KV blocks in the host's memory, in order with launches."""
 
     num_blocks: tuple[int, ...]
-    """Max blocks of each KV group. A block takes memory at its first use."""
+    """By KV group. A block takes memory at its first use."""
     block_bytes: tuple[int, ...]
     block_seconds: float
-    """Seconds to copy one block of every group back to the device."""
+    """Seconds to load one block of every group."""
 
     def save(self, group: int, block: int, host_block: int) -> None:
         """Copy a block to the host. Raises MemoryError if the host is full."""
@@ -45,7 +45,7 @@ class Executable(Protocol):
     max_in_flight: int
     """Max launches before the first result is waited for; 1 if a launch runs at once."""
     kv_groups: tuple[KvGroup, ...]
-    """The KV groups that it stores; attached programs over the same KV use the same groups."""
+    """Attached programs over the same KV use the same groups."""
 
     def prepare(self, max_rows: int, max_logit_rows: int) -> None:
         """Prepare for steps of up to these sizes. It may take a while."""
@@ -76,9 +76,7 @@ class Executable(Protocol):
         """Run one forward, and measure the time of each op."""
 
     def expert_loads(self) -> NDArray[np.int64]:
-        """Rows that went to each expert since compilation, [ops over experts, experts], padded
-        with zeros.
-        """
+        """Rows of each expert since compilation, [ops over experts, experts], padded with zeros."""
 
     def add_adapter(self, adapter: Adapter) -> int:
         """Store an adapter, and return its number for batches."""
@@ -87,17 +85,17 @@ class Executable(Protocol):
         """Free an adapter. A later adapter may get its number."""
 
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
-        """Copy the KV of slots `source[i]` to `target[i]`, in order, in all layers of a group."""
+        """Copy KV from slots `source[i]` to `target[i]`, in order, in all layers of a group."""
 
     def host_blocks(self, num_bytes: int) -> HostBlocks | None:
-        """Host blocks within this memory; None if it is too small, or if all KV is on the host."""
+        """Host blocks within this memory; None without room, or if all KV is on the host."""
 
     def close(self) -> None:
         """Free the memory. The executable must not be used afterwards."""
 
 
 def lower_program(backend: str, program: Program, weights: Mapping[str, StoredTensor]) -> Program:
-    """The program in the backend's ops, with the bytes of weights in its memory. Reads no weight.
+    """The program in the backend's ops, with the bytes of its weights. Reads no weight.
 
     Raises RequestError for an unknown backend, UnsupportedModelError for a format without a
     kernel.
@@ -121,9 +119,7 @@ def compile_program(
 
 
 def host_block_counts(num_bytes: int, groups: Sequence[tuple[int, int]]) -> list[int]:
-    """Host blocks of each KV group, in proportion to `groups`: (number of blocks, bytes of a
-    block).
-    """
+    """Host blocks by KV group, in proportion to `groups`: (number of blocks, bytes of a block)."""
     total_bytes = sum(num_blocks * block_bytes for num_blocks, block_bytes in groups)
     return [num_bytes * num_blocks // total_bytes for num_blocks, _ in groups]
 

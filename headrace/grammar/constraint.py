@@ -1,4 +1,4 @@
-"""The constraint of an output: grammar, allowed tokens and bad words as one mask."""
+"""Grammar, allowed tokens and bad words of an output as one mask."""
 
 from collections.abc import Iterator
 from dataclasses import field
@@ -16,11 +16,11 @@ from headrace.sampling_params import SamplingParams
 
 @frozen
 class Rules:
-    """Rules that hold for all outputs of a request, at every position."""
+    """Rules for all outputs of a request."""
 
     allowed: Mask
     ends: Mask
-    """Allowed tokens that end an output whose text completes its grammar."""
+    """Tokens that end an output whose text completes its grammar."""
     end_ids: frozenset[int]
     min_tokens: int
     bad_words: list[tuple[int, ...]] = field(default_factory=list)
@@ -32,10 +32,7 @@ class Rules:
 
 
 class OutputConstraint:
-    """A `Constraint` on an output of `length` tokens whose last tokens are `recent`.
-
-    It caches the constraints after it, which an accepted draft uses again.
-    """
+    """A `Constraint` on an output of `length` tokens whose last tokens are `recent`."""
 
     def __init__(
         self,
@@ -127,9 +124,7 @@ class OutputConstraint:
         return np.stack([self.mask, *((after or self).mask for after, _ in self._walk(draft))])
 
     def _walk(self, draft: DraftTree) -> Iterator[tuple["OutputConstraint | None", bool]]:
-        """For each node, the constraint after it, None at an end, and whether the node is
-        allowed.
-        """
+        """The constraint after each node, None at an end, and whether the node is allowed."""
         after: list[OutputConstraint | None] = []
         for token, parent in zip(draft.tokens, draft.parents, strict=True):
             before = self if parent < 0 else after[parent]
@@ -141,7 +136,7 @@ class OutputConstraint:
 
 
 class Constraints:
-    """Makes the constraints of requests. Any thread may call `make`."""
+    """Makes constraints, in any thread."""
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
         self._vocabulary = vocabulary
@@ -149,10 +144,10 @@ class Constraints:
         self._grammars = Grammars(vocabulary, vocab_size)
 
     def make(self, params: SamplingParams, end_ids: frozenset[int]) -> OutputConstraint | None:
-        """The constraint at the beginning of a request's outputs; None if any token may follow.
+        """The constraint at the beginning of outputs; None if any token may follow.
 
-        Raises RequestError, which names the field, for a grammar that cannot be compiled, or if
-        no first token is allowed.
+        Raises RequestError, which names the field, for an invalid grammar, or if no first token
+        is allowed.
         """
         if (
             params.allowed_token_ids is None

@@ -1,7 +1,7 @@
-"""Refuses grammars that would take long, if llguidance itself sets no limit.
+"""Refuses grammars for which llguidance would take long.
 
-llguidance needs quadratic time in optional members of an object, cubic time in optional parts of
-an expression, and exponential time to match several expressions at once.
+Its time is quadratic in the optional members of an object, cubic in the optional parts of an
+expression, and exponential in expressions to match at once.
 """
 
 import json
@@ -16,9 +16,9 @@ from headrace.errors import RequestError
 
 _MAX_REPETITIONS = 10_000
 _MAX_OPTIONAL = 200
-"""Optional parts of an expression; of a schema, the root of the sum of their squares."""
+"""Parts of an expression; of a schema, the root of the sum of their squares."""
 _MAX_PARTS = 1000
-"""Records and booleans in a schema, plus names that are required and have no schema."""
+"""Records and booleans in a schema, plus required names without a schema."""
 _MAX_MULTIPLE = 10_000
 _MAX_INTERSECTED = 6
 _EXPRESSION = re.compile(
@@ -35,7 +35,7 @@ _EXPRESSION = re.compile(
 
 
 def check_cost(field: str, text: str) -> None:
-    """Raise RequestError, which names the field, for a text that would take too long."""
+    """Raise RequestError, which names the field, for an expensive text."""
     match field:
         case "regex" | "grammar":
             _check_expressions(field, [text])
@@ -115,7 +115,7 @@ def _is_number(value: object) -> bool:
 
 
 def _common_multiple(values: set[int | float]) -> int:
-    """The least common multiple in units of its last decimal; 0 for no values."""
+    """The least common multiple in units of its last decimal."""
     if not values:
         return 0
     multiple = reduce(_least_multiple, (Fraction(str(value)) for value in values))

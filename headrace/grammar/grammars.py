@@ -1,7 +1,6 @@
-"""Grammars over the vocabulary of a tokenizer, compiled and followed by llguidance.
+"""Grammars over the vocabulary of a tokenizer, by llguidance, which no other module imports.
 
-No other module imports llguidance. If a grammar allows a single text, only the tokenizer's own
-tokens of that text are allowed.
+A grammar that allows a single text allows only the tokenizer's own tokens of it.
 """
 
 import importlib
@@ -26,12 +25,11 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 _MAX_COMPILED = 64
-"""The least recently used is dropped first."""
 _MAX_USES = 100
-"""Requests before a grammar is compiled again: their shared lexer grows with the texts."""
+"""Requests that share a lexer, which grows with the texts."""
 _MAX_FORCED_CHARACTERS = 256
 _MAX_TOKENISED = 4096
-"""Texts whose tokens are cached: a grammar forces the same texts again and again."""
+"""Texts with cached tokens: a grammar forces the same texts again and again."""
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,  # tens of milliseconds to compile
     "step_lexer_fuel": 100_000,  # a few milliseconds of a mask
@@ -41,15 +39,13 @@ _LIMITS: dict[str, Any] = {
     "precompute_large_lexemes": False,
     "verbose_errors": False,
 }
-"""Limits of llguidance. A grammar beyond them fails to compile, or fails its request later."""
+"""A grammar beyond these limits fails to compile, or fails its request later."""
 _JSON: "JsonCompileOptions" = {
     "item_separator": ", ",
     "key_separator": ": ",
     "whitespace_flexible": False,
 }
-"""JSON as `json.dumps` writes it: with free white space a small model may write spaces without
-end.
-"""
+"""JSON as `json.dumps` writes it: small models may write free white space without end."""
 
 
 _Key = tuple[str, str]
@@ -63,16 +59,14 @@ class Vocabulary(Protocol):
 
 
 class Grammars:
-    """Compiles and caches grammars over the first `vocab_size` tokens. Any thread may call
-    `compile`.
-    """
+    """Compiles and caches grammars over the first `vocab_size` tokens, in any thread."""
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
         self._vocabulary = vocabulary
         self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[_Key, tuple[int, LLMatcher]] = OrderedDict()
-        """Grammars with their remaining uses; the least recently used first."""
+        """With remaining uses; the least recently used first."""
         self._lock = Lock()
 
     def compile(self, outputs: StructuredOutputs) -> GrammarState:
@@ -144,7 +138,7 @@ class _State:
 
 
 class _Tokens:
-    """A tokenizer for llguidance: the vocabulary and one more token, for the end of the text."""
+    """A tokenizer for llguidance, with one more token for the end of the text."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -185,7 +179,7 @@ class _Tokens:
         return self._longest_first(data)
 
     def _longest_first(self, data: bytes) -> list[int]:
-        """The longest token at each place of `data`, up to a place that no token can write."""
+        """The longest token at each place, up to a place that no token can write."""
         ids: list[int] = []
         while data:
             sizes = range(min(self._longest, len(data)), 0, -1)

@@ -43,11 +43,11 @@ _FILES = {
     "deepseek_v3": "deepseek",
     "gpt_oss": "gpt_oss",
 }
-"""The file of each family; it defines the family under its name in capitals."""
+"""Each file defines the family under its name in capitals."""
 
 
 class _Families(Mapping[str, Family]):
-    """The families by name, imported at first use."""
+    """Families by name, imported at first use."""
 
     def __getitem__(self, name: str) -> Family:
         family: Family = getattr(import_module(f"headrace.model.{_FILES[name]}"), name.upper())
@@ -66,21 +66,21 @@ FAMILIES: Mapping[str, Family] = _Families()
 def trace_model(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> Program:
     """The program of a model.
 
-    Raises UnsupportedModelError for an unknown architecture, and FormatError if the tensors do
-    not match the specification.
+    Raises UnsupportedModelError for an unknown architecture, and FormatError for other tensors
+    than the specification's.
     """
     return trace(partial(_family(spec).forward, spec), tensors)
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """[rows, cols] or [cols] of each tensor, in the order of the equations."""
+    """[rows, cols] or [cols] of each tensor, in the order of use."""
     tracer = _ShapeTracer()
     _family(spec).forward(spec, tracer)
     return tracer.shapes
 
 
 def linear_weights(spec: ModelSpec) -> set[str]:
-    """The matrices of a model's linear ops, without experts and matrices of single heads."""
+    """The matrices of linear ops, without experts and matrices of single heads."""
     tracer = _ShapeTracer()
     _family(spec).forward(spec, tracer)
     return {op.weight.name for op in tracer.ops if isinstance(op, Linear)}

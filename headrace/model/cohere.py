@@ -1,7 +1,7 @@
 """The Command family: Command-R (Cohere 2024) and Command R7B.
 
-Attention and MLP are parallel, after one LayerNorm without bias; logits are scaled. In R7B, most
-layers have a window, and only these rotate.
+Attention and MLP are parallel, after one LayerNorm; logits are scaled. In R7B, only layers with a
+window rotate.
 """
 
 from dataclasses import replace
@@ -13,7 +13,6 @@ from headrace.model.fields import Fields
 from headrace.model.spec import ModelSpec
 
 _PERIOD = 4
-"""Every fourth layer has no window."""
 
 
 def _config_spec(config: Fields, architecture: str) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""Parts of decoders, and blocks, which compute the output rows of a layer from its input rows."""
+"""Parts and blocks of decoders."""
 
 from collections.abc import Callable
 
@@ -12,8 +12,6 @@ Block = Callable[["Decoder", int, Value], Value]
 
 
 def decoder(block: Block) -> Callable[[ModelSpec, Tracer], Value]:
-    """The equations of a model with this block in each layer."""
-
     def forward(spec: ModelSpec, g: Tracer) -> Value:
         d = Decoder(spec, g)
         x = d.embed()
@@ -25,7 +23,7 @@ def decoder(block: Block) -> Callable[[ModelSpec, Tracer], Value]:
 
 
 def sequential(d: "Decoder", layer: int, x: Value) -> Value:
-    """Pre-norm block: attention, then the MLP, each with a norm before it (GPT-2 2019, Llama)."""
+    """Attention, then the MLP, each with a norm before it (GPT-2 2019, Llama)."""
     attended = d.attend(layer, d.norm(x, f"layers.{layer}.attn_norm"))
     attended, x = d.last_rows(layer, attended, x)
     x = d.add(x, d.output(layer, attended))
@@ -48,14 +46,14 @@ def parallel_two_norms(d: "Decoder", layer: int, x: Value) -> Value:
 
 
 def post_norm(d: "Decoder", layer: int, x: Value) -> Value:
-    """Attention and MLP, each with a norm after it and none before it (OLMo 2, 2024)."""
+    """Attention and MLP with norms after them (OLMo 2, 2024)."""
     attended, x = d.last_rows(layer, d.attend(layer, x), x)
     x = d.add(x, d.norm(d.output(layer, attended), f"layers.{layer}.attn_post_norm"))
     return d.add(x, d.norm(d.mlp(layer, x), f"layers.{layer}.mlp_post_norm"))
 
 
 def sandwich(d: "Decoder", layer: int, x: Value) -> Value:
-    """Attention and MLP, each with a norm before it and after it (Gemma 2, 2024)."""
+    """Attention and MLP with norms before and after them (Gemma 2, 2024)."""
     attended = d.attend(layer, d.norm(x, f"layers.{layer}.attn_norm"))
     attended, x = d.last_rows(layer, attended, x)
     x = d.add(x, d.norm(d.output(layer, attended), f"layers.{layer}.attn_post_norm"))
@@ -73,7 +71,7 @@ def by_spec(d: "Decoder", layer: int, x: Value) -> Value:
 
 
 class Decoder:
-    """The parts of a model. Each method traces a part and returns its result."""
+    """Each method traces a part and returns its result."""
 
     def __init__(self, spec: ModelSpec, g: Tracer) -> None:
         self.spec = spec
@@ -119,7 +117,7 @@ class Decoder:
         return g.soft_cap(logits, spec.logit_softcap) if spec.logit_softcap else logits
 
     def attend(self, layer: int, x: Value) -> Value:
-        """Attention of the rows `x`, before its output matrix. Writes their KV."""
+        """Attention before its output matrix. Writes KV."""
         g, spec, name = self.g, self.spec, f"layers.{layer}"
         if spec.mla:
             return mla.attend(self, spec.mla, layer, x)
@@ -155,15 +153,13 @@ class Decoder:
         return self.linear(attended, f"layers.{layer}.o", self.spec.dim, self.spec.output_bias)
 
     def last_rows(self, layer: int, *values: Value) -> tuple[Value, ...]:
-        """In the last layer, whose KV is written, only the logit rows and pooled rows of the
-        values.
-        """
+        """In the last layer, after its KV is written: only the logit rows and pooled rows."""
         if layer < self.spec.num_layers - 1:
             return values
         return tuple(self.g.gather_rows(value) for value in values)
 
     def mlp(self, layer: int, x: Value) -> Value:
-        """The MLP of the rows `x`, or the experts that replace it."""
+        """The MLP, or the experts that replace it."""
         spec = self.spec
         if spec.experts and layer not in spec.experts.dense_layers:
             return self._experts(layer, x)
@@ -237,8 +233,7 @@ class Decoder:
 def alibi_slopes(num_heads: int, bias: float) -> tuple[float, ...]:
     """The slope of each head (Press et al. 2022).
 
-    If the number of heads is no power of two, further heads take every second slope of twice as
-    many.
+    Heads beyond a power of two take every second slope of twice the number.
     """
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-bias * (i + 1) / power) for i in range(power)]

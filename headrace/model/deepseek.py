@@ -1,7 +1,4 @@
-"""DeepSeek-V2 (2024) and V3 (2024): latent attention, and experts next to shared experts.
-
-GGUF files call both deepseek2.
-"""
+"""DeepSeek-V2 (2024) and V3 (2024): latent attention, shared experts. GGUF: deepseek2."""
 
 from dataclasses import replace
 
@@ -19,7 +16,7 @@ def _config(
 ) -> tuple[ModelSpec, ExpertSpec]:
     """The specification without experts, and the experts.
 
-    Defaults: `dense` leading layers without experts, `shared` experts, and `context`.
+    `dense` leading layers have no experts; with `shared` experts and `context` it is a default.
     """
     config.require_neutral({"moe_layer_freq": (1,)})
     pe, nope = config.integer("qk_rope_head_dim", 64), config.integer("qk_nope_head_dim", 128)

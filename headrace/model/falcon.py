@@ -1,6 +1,6 @@
 """The Falcon family (Almazrouei et al. 2023): attention and MLP in parallel.
 
-The 7B decoder has one KV head; the 40B decoder has several, and two norms.
+The 7B decoder has one KV head, the 40B decoder has several and two norms.
 """
 
 from dataclasses import replace

@@ -18,25 +18,23 @@ from headrace.record import frozen
 Tensors = Mapping[str, StoredTensor]
 Rows = NDArray[np.int64]
 Indices = tuple[int, ...]
-"""The numbers in a tensor's name: layer, then expert or head."""
+"""Layer, then expert or head."""
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @frozen
 class TensorSource:
-    """The stored tensor, or the part of one, that becomes one of our tensors."""
+    """The stored tensor, or the part of one, that becomes a tensor of ours."""
 
     name: str
-    """Name in the file, with `{}` for each index."""
+    """With `{}` for each index."""
     rows: Callable[[ModelSpec, Indices], Rows] | None = None
-    """The stored row (or vector entry) of each of our rows; None: the same."""
+    """The stored row (or vector entry) of each of our rows."""
     transposed: bool = False
-    """Whether the rows of the stored matrix are our columns."""
+    """Whether stored rows are our columns."""
     slab: Callable[[ModelSpec, Indices], Rows] | None = None
-    """In a stack of transposed matrices: the stored rows of ours. `rows` applies after
-    transposing.
-    """
+    """The stored rows of our matrix in a stack of transposed ones; `rows` applies later."""
     offset: float = 0.0
     """Added to each number of a vector."""
 
@@ -46,18 +44,18 @@ class Layout:
     """The names and tensors of a family in one kind of file."""
 
     architectures: tuple[str, ...]
-    """Names of the family in such files, the most common first."""
+    """Names of the family, the most common first."""
     tensors: Mapping[str, TensorSource]
-    """By our names, with `{}` for each index. A model may need only some of them."""
+    """By our names, with `{}` for each index."""
     alternatives: tuple[Mapping[str, TensorSource], ...] = ()
-    """Other sources of some tensors, for files that contain any of these names (in layer 0)."""
+    """For files that contain any of these names (in layer 0)."""
     ignored: tuple[str, ...] = ()
-    """Ends of names of tensors that follow from the specification."""
+    """Ends of names of derived tensors."""
     layer_prefix: str = ""
-    """Prefix of layers, if files may contain further layers for drafts."""
+    """Set if files may contain further layers for drafts."""
 
     def for_names(self, names: Collection[str]) -> Self:
-        """The layout of a file that contains tensors with these names."""
+        """The layout of a file with these tensors."""
         tensors = dict(self.tensors)
         for sources in self.alternatives:
             if any(source.name.format(0) in names for source in sources.values()):
@@ -65,13 +63,13 @@ class Layout:
         return replace(self, tensors=tensors, alternatives=())
 
     def source_of(self, name: str) -> tuple[TensorSource, Indices]:
-        """The source of our tensor `name`, with its full name, and its indices."""
+        """The source of our tensor `name`, with its full name and indices."""
         indices = tuple(int(index) for index in _INDEX.findall(name))
         source = self.tensors[_INDEX.sub("{}", name)]
         return replace(source, name=source.name.format(*indices)), indices
 
     def is_extra_layer(self, name: str, spec: ModelSpec) -> bool:
-        """Whether the file's tensor `name` belongs to a layer after the last one of the model."""
+        """Whether the file's tensor `name` is after the model's last layer."""
         if not self.layer_prefix or not name.startswith(self.layer_prefix):
             return False
         layer = name.removeprefix(self.layer_prefix).partition(".")[0]
@@ -86,7 +84,7 @@ class ConfigLayout(Layout):
     spec: Callable[[JsonFields], ModelSpec]
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Fields with another name than usual: {usual: own}."""
+    """Unusual names of fields: {usual: own}."""
 
 
 @frozen(eq=False, kw_only=True)
@@ -106,13 +104,10 @@ class GgufLayout(Layout):
 class Family:
     """A model family, which `model/__init__.py` registers.
 
-    * `forward`: the equations, with our tensor names, such as `layers.3.q`. Each of our tensors
-      is the smallest piece that any file stores.
-    * `spec` of each layout: reads the file's fields, with the defaults of the reference
-      implementation. It refuses fields that the equations ignore, if they change numbers.
-    * `tensors` of each layout: their sources.
-
-    A layout is None if the family is not published in such files.
+    `forward` has the equations, with our tensor names, such as `layers.3.q`. Each is the smallest
+    piece that any file stores. Each layout reads the file's fields (`spec`), with the defaults of
+    the reference implementation, and refuses fields that would change numbers. A layout is None
+    if there are no such files.
     """
 
     name: str

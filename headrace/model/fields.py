@@ -1,4 +1,4 @@
-"""Typed access to the named values of a model file, which is not trusted."""
+"""Typed values of a model file, which is not trusted."""
 
 import math
 import reprlib
@@ -17,7 +17,7 @@ _MAX_NUMBER = 1e30
 class Fields(Mapping[str, Any]):
     """Values by key; None counts as missing.
 
-    Getters raise FormatError for another type, or for a missing value without default.
+    Raises FormatError for another type, or a missing value without default.
     """
 
     where: str
@@ -52,7 +52,7 @@ class Fields(Mapping[str, Any]):
         return value
 
     def number_list(self, key: str) -> tuple[float, ...]:
-        """A list of numbers, empty if the key is missing."""
+        """A list of numbers; empty if missing."""
         values = self._get(key, [], list, "a list of numbers")
         if not all(
             isinstance(value, int | float)
@@ -64,11 +64,11 @@ class Fields(Mapping[str, Any]):
         return tuple(map(float, values))
 
     def section(self, key: str) -> "JsonFields":
-        """The fields of an object, empty if the key is missing."""
+        """The fields of an object; empty if missing."""
         return JsonFields(self._get(key, {}, dict, "an object"), f"{self.where}: {key}")
 
     def require_neutral(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
-        """Raise UnsupportedModelError if a key has a value that is not in `neutral`."""
+        """Raise UnsupportedModelError for a value that is not in `neutral`."""
         for key, values in neutral.items():
             value = self.get(key)
             if value is not None and (isinstance(value, np.ndarray) or value not in values):
@@ -110,7 +110,7 @@ class JsonFields(Fields):
         self.where = where
 
     def named(self, other_names: Mapping[str, str]) -> "JsonFields":
-        """The same fields under our names; `other_names` maps each to its name in the file."""
+        """The same fields under our names; `other_names` maps each to the file's."""
         return JsonFields(self._values, self.where, other_names)
 
     def own_name(self, key: str) -> str:

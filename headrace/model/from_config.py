@@ -1,7 +1,4 @@
-"""Reads the fields of a Hugging Face `config.json` that most families share.
-
-Meaning and defaults are as in transformers. Code in a repository (`auto_map`) is never run.
-"""
+"""Common fields of a Hugging Face `config.json`, with the meaning and defaults of transformers."""
 
 from collections.abc import Collection
 from typing import Any
@@ -29,7 +26,7 @@ TENSORS = weights(
         "down": "mlp.down_proj",
     },
 )
-"""Most families use these names of Llama."""
+"""Names of Llama and most families."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "alibi": (False,),
@@ -52,7 +49,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False,),
     "use_qk_norm": (False,),
 }
-"""Values of fields that a plain decoder computes; others are refused."""
+"""Values that a plain decoder computes; others are refused."""
 
 _ROPE_FIELDS = {
     "rope_theta",
@@ -103,11 +100,11 @@ def decoder_spec(
 ) -> ModelSpec:
     """The specification of a plain decoder without biases.
 
-    Keyword arguments are defaults for missing fields. A family that reads its rotary embedding
-    itself passes it as `rope`; `computed` lists other fields that it reads.
+    Keyword arguments are defaults. A family reads its own rotary embedding (`rope`), and other
+    fields (`computed`).
 
     Raises UnsupportedModelError for a field that changes the numbers and is not computed, and
-    FormatError for a missing or malformed field; both name the field.
+    FormatError for a missing or malformed field.
     """
     config.require_neutral({key: values for key, values in NEUTRAL.items() if key not in computed})
     dim, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
@@ -143,7 +140,7 @@ def activation(config: Fields, key: str, default: str) -> Activation:
 
 
 def layer_windows(config: Fields, window: int, period: int) -> tuple[int, ...]:
-    """The window of each layer by `layer_types`, else of all except every `period`-th layer."""
+    """The window of each layer, by `layer_types` or except every `period`-th layer."""
     layers = layer_range(config.integer("num_hidden_layers"))
     default = [
         "sliding_attention" if (layer + 1) % period else "full_attention" for layer in layers
@@ -161,9 +158,7 @@ def layer_windows(config: Fields, window: int, period: int) -> tuple[int, ...]:
 def sliding_windows(
     config: Fields, window: int, first: int = 0, by_layer: bool = False
 ) -> tuple[int, ...]:
-    """`window` for each layer from `first` on. With `by_layer`, `layer_types` may choose other
-    layers.
-    """
+    """`window` from layer `first` on, or by `layer_types`."""
     layers = layer_range(config.integer("num_hidden_layers"))
     default = [
         "sliding_attention" if window and layer >= first else "full_attention" for layer in layers
@@ -190,7 +185,7 @@ def rope_spec(
 ) -> RopeSpec:
     """The rotary embedding, from `rope_parameters` (transformers 5) or `rope_scaling` (before).
 
-    `theta` and `partial` are defaults. `kind_of_layer` selects a section of `rope_parameters`.
+    `kind_of_layer` selects a section of `rope_parameters`.
     """
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     values = config.section(key)

@@ -1,4 +1,4 @@
-"""Reads the GGUF metadata that most families share (keys as in ggml, `docs/gguf.md`)."""
+"""Common GGUF metadata (keys as in ggml, `docs/gguf.md`)."""
 
 from collections.abc import Collection
 from typing import Any
@@ -74,7 +74,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_log_multiplier": (0.0,),
     "use_parallel_residual": (False,),
 }
-"""Values of keys that a plain decoder computes; others are refused."""
+"""Values that a plain decoder computes; others are refused."""
 
 
 def decoder_spec(
@@ -85,13 +85,13 @@ def decoder_spec(
     head_dim: int | None = None,
     computed: Collection[str] = (),
 ) -> ModelSpec:
-    """The specification of a plain decoder, whose keys begin with `architecture`.
+    """The specification of a plain decoder, with keys of `architecture`.
 
-    Tensors that exist decide about biases, gates and tied embeddings. `computed` lists the keys
-    that a family reads itself; with `head_dim` also the lengths of keys and values.
+    Existing tensors decide about biases, gates and tied embeddings. A family reads the `computed`
+    keys itself.
 
     Raises UnsupportedModelError for a key that changes the numbers and is not computed, and
-    FormatError for a missing or malformed key; both name the key.
+    FormatError for a missing or malformed key.
     """
     neutral = {
         f"{architecture}.{key}": values for key, values in NEUTRAL.items() if key not in computed
@@ -181,9 +181,7 @@ def _factors(fields: Fields, stored: StoredTensor) -> tuple[float, ...]:
 
 
 def _same_in_every_layer(fields: Fields, key: str, default: int | None = None) -> int:
-    """An integer, or an equal integer for each layer. Raises UnsupportedModelError if layers
-    differ.
-    """
+    """An integer of all layers. Raises UnsupportedModelError if layers differ."""
     if not isinstance(values := fields.get(key), np.ndarray):
         return fields.integer(key, default)
     if values.dtype.kind not in "iu" or not len(values):

@@ -1,7 +1,6 @@
 """The Gemma family: Gemma 2 (2024) and 3 (2025).
 
-Norms surround attention and MLP; the embedding is scaled, and most layers have a window. Gemma 2
-caps scores and logits. Gemma 3 normalises queries and keys, and has two rotary bases.
+Gemma 2 caps scores and logits. Gemma 3 normalises queries and keys, and has two rotary bases.
 """
 
 from dataclasses import replace
@@ -25,7 +24,7 @@ _COMPUTED = (
 def _config_spec(
     config: Fields, architecture: str, period: int, rope: RopeSpec | None, caps: tuple[float, float]
 ) -> ModelSpec:
-    """`caps`: defaults of the soft caps of scores and logits. Null in the file means no cap."""
+    """`caps`: default soft caps of scores and logits; null in the file means no cap."""
     spec = from_config.decoder_spec(
         config,
         architecture,
@@ -86,7 +85,7 @@ def _gemma3_config(config: Fields) -> ModelSpec:
 def _gguf_spec(
     fields: Fields, tensors: Tensors, architecture: str, period: int, large: int
 ) -> ModelSpec:
-    """`large`: layers of the 27B model, which scales scores by the width of the model per head."""
+    """`large`: layers of the 27B model, whose scores are scaled by the width per head."""
     computed = (
         "attn_logit_softcapping",
         "final_logit_softcapping",

@@ -1,7 +1,6 @@
 """The GPT-2 family: GPT-2 (Radford et al. 2019), and GPT-BigCode with StarCoder (Li et al. 2023).
 
-Learned positions, LayerNorm, no gate, biases everywhere. GPT-2 files store transposed matrices;
-GPT-BigCode has one KV head.
+GPT-2 files store transposed matrices; GPT-BigCode has one KV head.
 """
 
 from dataclasses import replace
@@ -23,7 +22,7 @@ FIELDS = {
     "layer_norm_eps": "layer_norm_epsilon",
 }
 _IGNORED = (".attn.bias", ".attn.masked_bias")
-"""Attention masks, which old files store with their weights."""
+"""Attention masks in old files."""
 
 
 def _config_spec(
@@ -120,7 +119,7 @@ def _config_tensors(transposed: bool) -> dict[str, TensorSource]:
 
 
 def _as_first_published(tensors: dict[str, TensorSource]) -> dict[str, TensorSource]:
-    """The names in OpenAI's files, which have no prefix `transformer.` and no head."""
+    """OpenAI's names, without the prefix `transformer.` and a head."""
     return {
         ours: replace(stored, name=stored.name.removeprefix("transformer."))
         for ours, stored in tensors.items()

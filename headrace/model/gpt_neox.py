@@ -1,7 +1,4 @@
-"""The GPT-NeoX family: GPT-NeoX-20B (Black et al. 2022) and Pythia (Biderman et al. 2023).
-
-Attention and MLP are parallel, each after its own LayerNorm, or sequential.
-"""
+"""The GPT-NeoX family: GPT-NeoX-20B (Black et al. 2022) and Pythia (Biderman et al. 2023)."""
 
 from dataclasses import replace
 

@@ -78,7 +78,7 @@ def _with_experts(spec: ModelSpec, windows: tuple[int, ...], experts: ExpertSpec
 
 
 def _slab_rows(part: str, spec: ModelSpec, indices: Indices) -> Rows:
-    """The stored rows of an expert's matrix, which is transposed."""
+    """The stored rows of an expert's transposed matrix."""
     assert spec.experts
     _, expert = indices
     num_rows = spec.experts.ffn_dim if part == "down" else spec.dim
@@ -86,7 +86,7 @@ def _slab_rows(part: str, spec: ModelSpec, indices: Indices) -> Rows:
 
 
 def _part_rows(part: str, is_slab: bool, spec: ModelSpec, indices: Indices) -> Rows:
-    """The rows of an expert's part. Rows of gate and up alternate, the gate first."""
+    """The rows of an expert's part. Gate and up alternate, the gate first."""
     assert spec.experts
     _, expert = indices
     num_rows = spec.dim if part == "down" else 2 * spec.experts.ffn_dim

@@ -1,6 +1,6 @@
 """The Llama family: Llama 2 and 3, SmolLM2 (Touvron et al. 2023).
 
-Most other families start from its tensor names.
+Most other families share its tensor names.
 """
 
 from dataclasses import replace

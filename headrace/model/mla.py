@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 
 def attend(d: "Decoder", mla: MlaSpec, layer: int, x: Value) -> Value:
-    """Attention of the rows `x`, before its output matrix. Writes their KV.
+    """Attention before its output matrix. Writes KV.
 
-    Queries and keys have two parts: `pe` is rotated, `nope` is not.
+    Queries and keys have a rotated part `pe` and a part `nope`.
     """
     g, spec, rope, name = d.g, d.spec, d.spec.rope, f"layers.{layer}"
     assert rope

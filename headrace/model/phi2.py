@@ -1,7 +1,4 @@
-"""Phi-1, Phi-1.5 and Phi-2 (2023): attention and an MLP without a gate in parallel.
-
-They have one LayerNorm, partly rotated heads, and biases everywhere.
-"""
+"""Phi-1, Phi-1.5 and Phi-2 (2023): attention and an MLP without a gate in parallel."""
 
 from dataclasses import replace
 

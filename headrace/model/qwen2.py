@@ -10,7 +10,6 @@ from headrace.model.spec import ModelSpec
 
 
 def config_spec(config: Fields, architecture: str = "qwen2", *computed: str) -> ModelSpec:
-    """The specification of Qwen2, or of a related architecture that computes further fields."""
     has_window = config.flag("use_sliding_window", False)
     window = config.integer("sliding_window", 4096) if has_window else 0
     windows = from_config.sliding_windows(

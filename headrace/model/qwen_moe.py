@@ -1,7 +1,4 @@
-"""The Qwen families with experts: Qwen1.5-MoE and Qwen2-MoE (2024), and Qwen3-MoE (2025).
-
-Qwen2-MoE also has a gated shared expert.
-"""
+"""Qwen1.5-MoE and Qwen2-MoE (2024), with a shared expert, and Qwen3-MoE (2025)."""
 
 from dataclasses import replace
 
@@ -29,7 +26,7 @@ def _with_experts(config: Fields, spec: ModelSpec, shared: int) -> ModelSpec:
 
 
 def _dense_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
-    """Layers without experts: listed layers, and all except every `step`-th layer."""
+    """Listed layers, and all except every `step`-th layer."""
     step, listed = config.integer("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if step < 1:
         raise config.unsupported("decoder_sparse_step")

@@ -15,8 +15,8 @@ def inverse_frequencies(
 ) -> tuple[Frequencies, float]:
     """Radians per position of each pair, [dim / 2], and the factor of cosines and sines.
 
-    `max_context` is the default of the original context length. `context`, the max length of a
-    sequence, replaces the current length, so that numbers do not change as a sequence grows.
+    `max_context` is a default. `context`, the max length of a sequence, replaces its current
+    length, so that numbers do not change as it grows.
     """
     original_context = rope.original_context or max_context
     is_long = rope.scaling == "longrope" and context > original_context
@@ -45,7 +45,7 @@ def _dynamic_theta(rope: RopeSpec, original_context: int, context: int) -> float
 
 
 def _longrope_attention_factor(rope: RopeSpec, original_context: int) -> float:
-    """The file's factor, or sqrt(1 + ln(factor) / ln(original context)) (Ding et al. 2024)."""
+    """sqrt(1 + ln(factor) / ln(original context)), unless the file has one (Ding et al. 2024)."""
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.factor <= 1:

@@ -1,7 +1,7 @@
 """Sources of tensors in files that fuse, stack or reorder matrices.
 
-We store a rotary pair as neighbouring rows of a head, (2i, 2i + 1). Half-split files store rows i
-and i + rotated / 2.
+Our rotary pairs are neighbouring rows of a head, (2i, 2i + 1). Half-split files store rows i and
+i + rotated / 2.
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ from headrace.model.family import Indices, Rows, TensorSource
 from headrace.model.spec import ModelSpec
 
 QkvLayout = Literal["separate", "blocks", "groups"]
-"""`separate` matrices, or one matrix: `blocks` of all queries, all keys and all values, or
-`groups` of the queries of a KV head, its key and its value.
+"""One matrix has `blocks` of all queries, keys and values, or `groups` of a KV head's queries,
+key and value.
 """
 
 _HALF_SPLIT_PARTS = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
@@ -25,9 +25,9 @@ _HALF_SPLIT_PARTS = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
 def weights(
     outside: Mapping[str, str], layer_prefix: str, inside: Mapping[str, str]
 ) -> dict[str, TensorSource]:
-    """Weights and biases that a file stores as we use them.
+    """Weights and biases in our form.
 
-    `outside` and `inside` of layers map our names to the file's, without `.weight` and `.bias`.
+    The mappings have our names and the file's, without `.weight` and `.bias`.
     """
     names = dict(outside)
     names |= {f"layers.{{}}.{ours}": f"{layer_prefix}.{file}" for ours, file in inside.items()}
@@ -36,7 +36,7 @@ def weights(
 
 
 def half_split(tensors: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
-    """The same tensors, in a file that stores the rotary pairs of queries and keys half-split."""
+    """The tensors of a file with half-split rotary pairs of queries and keys."""
 
     def source_of(name: str, source: TensorSource) -> TensorSource:
         part = name.rpartition(".")[2]
@@ -55,7 +55,7 @@ def fused_qkv(
     bias: str = "",
     transposed: bool = False,
 ) -> dict[str, TensorSource]:
-    """Queries, keys and values from the matrix `name`, and their biases from the vector `bias`."""
+    """Queries, keys and values from the matrix `name`, and their biases."""
     tensors = {}
     for part in "qkv":
         rows = partial(_head_rows, part, layout, is_half_split)
@@ -74,14 +74,14 @@ def fused_gate_up(name: str) -> dict[str, TensorSource]:
 
 
 def stacked(part: str, name: str) -> dict[str, TensorSource]:
-    """A matrix or bias of each expert, from one tensor with expert after expert."""
+    """Each expert's part of one tensor."""
     rows = partial(_expert_rows, part.removesuffix("_bias"))
     return {f"layers.{{}}.experts.{{}}.{part}": TensorSource(name, rows)}
 
 
 def mla_rows(q: str, q_b: str, kv_a: str) -> dict[str, TensorSource]:
-    """Latent attention: matrices for the rows of a layer. `kv_a` has the latent row, then the
-    rotated part of keys.
+    """Latent attention: matrices for rows. `kv_a` has the latent row, then the rotated part of
+    keys.
     """
     tensors = {}
     for part, name in (("q", q), ("q_b", q_b)):
@@ -98,7 +98,7 @@ def mla_rows(q: str, q_b: str, kv_a: str) -> dict[str, TensorSource]:
 def mla_heads(kv_b: str, v_b: str = "") -> dict[str, TensorSource]:
     """Latent attention: matrices of each head for a latent row.
 
-    `kv_b` has the key and the value matrix of each head; with `v_b`, the transposed key matrices.
+    `kv_b` has keys and values; with `v_b`, the transposed key matrices.
     """
     has_own_values = bool(v_b)
     keys = TensorSource(kv_b, partial(_head_matrix_rows, "k", has_own_values))

@@ -1,4 +1,4 @@
-"""The specification of a model, which the equations and the planner read."""
+"""The specification of a model."""
 
 from dataclasses import replace
 from typing import Literal
@@ -10,7 +10,7 @@ _MAX_LAYERS = 1 << 16
 
 
 def layer_range(num_layers: int) -> range:
-    """Layers by number, limited because a file may claim any number of them."""
+    """Layers by number, limited because a file may claim any number."""
     return range(min(num_layers, _MAX_LAYERS))
 
 
@@ -37,7 +37,7 @@ class RopeSpec:
     factors: tuple[float, ...] = ()
     """Divisors of the frequencies; with `longrope`, for short contexts."""
     long_factors: tuple[float, ...] = ()
-    """Divisors for contexts beyond `original_context`, with `longrope`."""
+    """Beyond `original_context`."""
 
 
 @frozen
@@ -53,36 +53,34 @@ class ExpertSpec:
     groups: int = 1
     top_groups: int = 1
     choice_bias: bool = False
-    """Whether a bias is added to scores for the choice only."""
+    """Whether the choice adds a bias to scores."""
     shared_ffn_dim: int = 0
-    """Width of the expert that all rows use; 0: none."""
+    """Width of the expert of all rows; 0: none."""
     shared_gate: bool = False
-    """Whether the shared expert has a sigmoid gate per row."""
+    """Whether it has a sigmoid gate per row."""
     router_bias: bool = False
     bias: bool = False
     dense_layers: tuple[int, ...] = ()
-    """Layers with an MLP instead of experts."""
 
 
 @frozen
 class MlaSpec:
     """Multi-head latent attention (DeepSeek-V2, 2024).
 
-    Keys and values of all heads are products with one latent row of the token; keys also share a
-    rotated part. The plain form stores a key and a value for each head. If `is_absorbed`, the KV
-    is the latent row and the rotated part: 9 to 71 times smaller, with three times the arithmetic
-    and other roundings.
+    Keys and values are products with one latent row; keys share a rotated part. The plain form
+    stores both for each head. If `is_absorbed`, the KV is the latent row and the rotated part: 9
+    to 71 times smaller, with three times the arithmetic and other roundings.
     """
 
     kv_rank: int
     """Size of the latent row."""
     value_dim: int
-    """Size of the value of a head."""
+    """Of a head."""
     query_rank: int = 0
-    """Size of the latent row of queries; 0: no such row."""
+    """Size of the latent row of queries; 0: none."""
     norm_eps: float = 1e-6
     is_half_split: bool = False
-    """Whether the file stores rotary pairs half-split."""
+    """Whether stored rotary pairs are half-split."""
     is_absorbed: bool = False
 
 
@@ -103,24 +101,22 @@ class ModelSpec:
     rope: RopeSpec | None = None
     name: str = ""
     context: int = 0
-    """Max tokens of a sequence in this engine; 0: `max_context`. It decides which rotary factors
-    apply.
-    """
+    """Max tokens of a sequence, which selects rotary factors; 0: `max_context`."""
 
     windows: tuple[int, ...] = ()
-    """Sliding window of each layer, including the row itself; 0: none."""
+    """Sliding window of each layer, with the row itself; 0: none."""
     window_rope: RopeSpec | None = None
-    """Rotary embedding of layers with a window, if it differs."""
+    """For layers with a window, if it differs."""
     rotated: tuple[bool, ...] = ()
-    """Whether each layer rotates queries and keys; empty: all do."""
+    """By layer; empty: all."""
     alibi_bias: float = 0.0
-    """Exponent of the steepest ALiBi slope; 0: no ALiBi."""
+    """Exponent of the steepest slope; 0: no ALiBi."""
     learned_positions: int = 0
 
     norm: NormKind = "rms"
     norm_bias: bool = False
     qk_norm: Literal["none", "head", "heads", "row"] = "none"
-    """By `head` with a shared weight, by `heads` with a weight each, or by `row`."""
+    """By `head` with a shared weight, `heads` with a weight each, or `row`."""
     activation: Activation = "silu"
     gated_mlp: bool = True
     tied_embeddings: bool = False
@@ -129,22 +125,21 @@ class ModelSpec:
     mlp_bias: bool = False
     head_bias: bool = False
     sinks: bool = False
-    """Whether each head has an attention sink (gpt-oss)."""
 
     embedding_scale: float = 1.0
     attention_scale: float = 0.0
-    """Factor of attention scores; 0: 1 / sqrt(head_dim)."""
+    """0: 1 / sqrt(head_dim)."""
     attention_softcap: float = 0.0
     residual_scale: float = 1.0
-    """Factor of results before they are added to the residual stream."""
+    """Factor of results that are added to the residual stream."""
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     experts: ExpertSpec | None = None
     mla: MlaSpec | None = None
-    """Latent attention; `head_dim` then is the size of a query."""
+    """`head_dim` then is the size of a query."""
     embedding_norm: bool = False
     block: Literal["sequential", "parallel", "parallel_two_norms"] = "sequential"
-    """The block of each layer, in families with several (`by_spec`)."""
+    """In families with several (`by_spec`)."""
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0

@@ -25,7 +25,7 @@ Adapter = Mapping[str, LowRank]
 
 
 def adapted(program: Program, adapter: Adapter) -> Program:
-    """The program of a step in which all rows use the adapter, with its bytes in bf16."""
+    """The program whose rows all use the adapter, with its bytes in bf16."""
     adapted_weights = {
         name: replace(
             program.weights[name], nbytes=program.weights[name].nbytes + _num_bytes(matrices)

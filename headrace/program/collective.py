@@ -1,4 +1,4 @@
-"""Ops of programs that were rewritten for one of several ranks (headrace/parallel)."""
+"""Ops of programs for one of several ranks (headrace/parallel)."""
 
 from headrace.program.moe import Experts
 from headrace.program.op import Op, StepSize, Value, Weight
@@ -6,13 +6,13 @@ from headrace.program.ops import Norm
 from headrace.record import frozen
 
 Columns = tuple[int, int]
-"""A range of columns, tokens or experts: first, last + 1."""
+"""Columns, tokens or experts: first, last + 1."""
 LINK_BYTES = 4
 
 
 @frozen
 class Collective(Op):
-    """Base class of ops that all ranks of a group run together."""
+    """An op that all ranks of a group run together."""
 
 
 @frozen
@@ -33,7 +33,7 @@ class AllGather(Collective):
 
 @frozen
 class EmbedPart(Op):
-    """out[t] = weight[token[t] - first], or 0 if token[t] is not in this part of the vocabulary"""
+    """out[t] = weight[token[t] - first], or 0 outside this part of the vocabulary"""
 
     out: Value
     weight: Weight
@@ -46,7 +46,7 @@ class EmbedPart(Op):
 
 @frozen
 class OwnedRows(Collective):
-    """out[t] = x[t] of the rank whose part of the vocabulary contains token[t]
+    """out[t] = x[t] of the rank with token[t]
 
     Rows are copied and never summed, so their bits do not change.
     """
@@ -71,7 +71,7 @@ class TakeColumns(Op):
 
 @frozen
 class ColumnsToRows(Collective):
-    """out[t] = the columns of x[t] of all ranks, for this rank's rows t; others are undefined"""
+    """out[t] = the columns of x[t] of all ranks, for rows t of this rank"""
 
     out: Value
     x: Value
@@ -111,15 +111,14 @@ class GatherShares(Collective):
 
 
 def row_share(rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """A rank's rows: first, last + 1. Shares differ by at most one row."""
+    """A rank's rows: first, last + 1, with at most one more than others."""
     return rows * rank // ranks, rows * (rank + 1) // ranks
 
 
 @frozen
 class ExpertPart(Experts):
-    """out[t, choice] = down_e(glu(gate_e x, up_e x)), if this rank has the chosen expert e
-
-    Its experts are numbered from `first` on. Other choices of out are undefined.
+    """out[t, choice] = down_e(glu(gate_e x, up_e x)) for this rank's experts, numbered from
+    `first` on
     """
 
     first: int = 0
@@ -129,7 +128,7 @@ class ExpertPart(Experts):
         return len(self.gate) * (1 - (1 - self.top_k / self.num_experts) ** rows)
 
     def flops(self, step: StepSize) -> int:
-        """The expected number, if all experts are equally likely."""
+        """The expected number for equally likely experts."""
         return super().flops(step) * len(self.gate) // self.num_experts
 
 
@@ -161,7 +160,7 @@ class Combine(Op):
 
 @frozen
 class Send(Collective):
-    """Sends x to the rank with this rank's number in another stage"""
+    """Sends x to the same rank of another stage"""
 
     x: Value
     stage: int  # destination
@@ -169,7 +168,7 @@ class Send(Collective):
 
 @frozen
 class Receive(Collective):
-    """out = the value that the rank with this rank's number sends from another stage"""
+    """out = the value from the same rank of another stage"""
 
     out: Value
     stage: int  # source

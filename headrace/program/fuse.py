@@ -39,7 +39,7 @@ class _Rewrite(NamedTuple):
 
 
 def fuse(program: Program, unpacked: Collection[int] = ()) -> Program:
-    """The program with fused ops and packed values. `unpacked`: ids of values that stay float32."""
+    """The program with fused ops and packed values, except the ids `unpacked`."""
     ops = list(program.ops)
     for rule in (_fuse_qkv, _fuse_glu, _fuse_activate, _fuse_add):
         ops = _apply(rule, ops)
@@ -48,19 +48,19 @@ def fuse(program: Program, unpacked: Collection[int] = ()) -> Program:
 
 
 class _Uses:
-    """The op that writes each value, and the number of ops that read it."""
+    """The writer of each value, and its number of readers."""
 
     def __init__(self, ops: list[Op]) -> None:
         self.writer = {out.id: op for op in ops if (out := op.output()) is not None}
         self.num_reads = Counter(value.id for op in ops for value in op.inputs())
 
     def sole_linear(self, value: Value) -> Linear | None:
-        """The linear op that writes the value, if the value is read once."""
+        """The linear op that writes a value with one reader."""
         op = self.writer[value.id]
         return op if isinstance(op, Linear) and self.num_reads[value.id] == 1 else None
 
     def sole_rope(self, value: Value) -> tuple[Rope, Linear] | None:
-        """The rope that writes the value, and the linear op before it, if each is read once."""
+        """The rope that writes a value, and the linear op before it, with one reader each."""
         op = self.writer[value.id]
         if not isinstance(op, Rope) or self.num_reads[value.id] != 1:
             return None

@@ -1,4 +1,4 @@
-"""KV groups: layers that store the same numbers of a token, and drop them at the same time."""
+"""KV groups: layers with the same KV of a token, dropped at the same time."""
 
 from headrace.backend_traits import KvDtype
 from headrace.quant import kv
@@ -7,10 +7,9 @@ from headrace.record import frozen
 
 @frozen
 class KvLayout:
-    """The keys and values that a layer stores of a token.
+    """The keys and values of a layer for a token.
 
-    `value_dim` is 0 if values are a part of the keys, like the latent row of MLA (DeepSeek-V2,
-    2024).
+    `value_dim` is 0 if values are a part of the keys, as in MLA (DeepSeek-V2, 2024).
     """
 
     num_heads: int
@@ -24,14 +23,14 @@ class KvLayout:
 
 @frozen
 class KvGroup:
-    """Layers with one KV layout and one attention window. A group has its own KV blocks."""
+    """Layers with one KV layout and one window, which share KV blocks."""
 
     layers: tuple[int, ...]
     layout: KvLayout
     window: int = 0
-    """Positions that a row sees, including its own; 0: all."""
+    """Positions that a row sees, with its own; 0: all."""
     num_sink_tokens: int = 0
-    """First positions of a sequence, which every row sees."""
+    """First positions, which every row sees."""
 
     @property
     def numbers(self) -> int:
@@ -43,7 +42,7 @@ class KvGroup:
         return len(self.layers) * layout.num_heads * head_bytes * block_size // kv.BLOCK_SIZE
 
     def num_blocks(self, num_tokens: int, max_rows: int, block_size: int) -> int:
-        """Max blocks of a sequence at once, if a step computes at most `max_rows` rows of it."""
+        """Max blocks of a sequence with at most `max_rows` rows in a step."""
         num_blocks = -(-num_tokens // block_size)
         if not self.window:
             return num_blocks
@@ -53,11 +52,11 @@ class KvGroup:
 
 
 def number_bytes(groups: tuple[KvGroup, ...], dtype: KvDtype) -> float:
-    """Mean bytes of a key or value number, with its share of scales and padding."""
+    """Mean bytes of a number, with scales and padding."""
     block_bytes = sum(group.block_bytes(dtype, kv.BLOCK_SIZE) for group in groups)
     return block_bytes / (kv.BLOCK_SIZE * sum(group.numbers for group in groups))
 
 
 def token_bytes(groups: tuple[KvGroup, ...], dtype: KvDtype) -> int:
-    """Bytes of a token, with its share of scales and padding."""
+    """Bytes of a token, with scales and padding."""
     return -(-sum(group.block_bytes(dtype, kv.BLOCK_SIZE) for group in groups) // kv.BLOCK_SIZE)

@@ -11,12 +11,12 @@ from headrace.record import frozen
 class Route(Op):
     """out[t] = [expert, ..., weight, ...]: the `top_k` experts of row t, best first, and weights.
 
-    Experts are chosen by softmax or sigmoid of x[t], plus `bias`; of equal ones the lower number
-    wins. Only the best `top_groups` of `groups` take part: a group ranks by its best expert
-    (`softmax`) or by the sum of its best two (`sigmoid`) (DeepSeek-V2 and V3, 2024).
+    The score is softmax or sigmoid of x[t]; the choice adds `bias`, and of equal ones takes the
+    lower. Only the best `top_groups` of `groups` take part, by the best expert (`softmax`) or the
+    best two (`sigmoid`) (DeepSeek-V2 and V3, 2024).
 
-    The weights are the scores, divided by their sum if `normalised`, times `factor`. A row with a
-    logit that is not finite goes to the first experts, with NaN as weights.
+    Weights are scores, divided by their sum if `normalised`, times `factor`; NaN, with the first
+    experts, for logits that are not finite.
     """
 
     out: Value
@@ -30,7 +30,7 @@ class Route(Op):
     bias: Weight | None = None
 
     def flops(self, step: StepSize) -> int:
-        """The choice of experts has only comparisons, which do not count."""
+        """Comparisons do not count."""
         scores = {"softmax": 5, "sigmoid": 3}[self.scoring] + (self.bias is not None)
         sums = 2 * self.groups if self.groups > 1 and self.scoring == "sigmoid" else 0
         weights = (1 + 2 * self.normalised) * self.top_k
@@ -60,7 +60,7 @@ class Experts(Op):
         return self.routing.width // 2
 
     def distinct_experts(self, rows: int) -> float:
-        """Expected number of experts of `rows` rows, if all experts are equally likely."""
+        """Expected number of experts of `rows` rows, if all are equally likely."""
         return len(self.gate) * (1 - (1 - self.top_k / len(self.gate)) ** rows)
 
     def flops(self, step: StepSize) -> int:
@@ -76,7 +76,7 @@ class Experts(Op):
 
 @frozen
 class GateRows(Op):
-    """out[t] = x[t] / (1 + exp(-gate[t])), with one gate for each row"""
+    """out[t] = x[t] / (1 + exp(-gate[t]))"""
 
     out: Value
     x: Value

@@ -1,4 +1,4 @@
-"""Ops, the values and weights that they use, and the step size that their costs depend on."""
+"""Ops, values, weights and step sizes."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ RowKind = Literal["step", "gathered", "logit", "pooled"]
 
 
 class StepSize(NamedTuple):
-    """Numbers of a step that costs depend on."""
+    """Numbers that costs depend on."""
 
     seqs: tuple[tuple[int, int], ...]  # (tokens with KV before the step, rows) of each sequence
     logit_rows: int
@@ -34,7 +34,7 @@ class Value:
     width: int
     rows: RowKind
     packed: bool = False
-    """Whether only linear ops read it: a backend may store it in the form of its kernels."""
+    """Whether only linear ops read it, in any form of the backend."""
 
     def num_rows(self, step: StepSize) -> int:
         match self.rows:
@@ -50,13 +50,13 @@ class Value:
 
 @frozen
 class Weight:
-    """A reference to a stored tensor [rows, cols]; a vector [cols] has rows = 1."""
+    """A stored tensor [rows, cols]; a vector [cols] has rows = 1."""
 
     name: str
     rows: int
     cols: int
     nbytes: int
-    """Bytes in the file; in a lowered program, bytes in the backend's memory."""
+    """In the file, or in the backend's memory after lowering."""
     kind: Kind = "f32"
 
 
@@ -66,7 +66,7 @@ class Op:
 
     @property
     def name(self) -> str:
-        """The op's name in profiles: `qkv_rope_write` for QkvRopeWrite."""
+        """Name in profiles: `qkv_rope_write` for QkvRopeWrite."""
         return re.sub(r"\B[A-Z]", r"_\g<0>", type(self).__name__).lower()
 
     def inputs(self) -> list[Value]:
@@ -79,7 +79,7 @@ class Op:
         return [*self.matrices(), *self.vectors()]
 
     def matrices(self) -> list[Weight]:
-        """The weights that rows are multiplied with or copied from."""
+        """Weights that rows are multiplied with or copied from."""
         return [
             weight
             for name, value in vars(self).items()
@@ -88,7 +88,7 @@ class Op:
         ]
 
     def vectors(self) -> list[Weight]:
-        """The weights that are used element by element."""
+        """Weights that are used element by element."""
         return [
             weight
             for name, value in vars(self).items()
@@ -97,7 +97,7 @@ class Op:
         ]
 
     def with_weights(self, new: Mapping[str, Weight]) -> Self:
-        """A copy with each weight replaced by the new weight of its name."""
+        """A copy with new weights by name."""
         return replace(self, **{name: _replaced(value, new) for name, value in vars(self).items()})
 
     def flops(self, step: StepSize) -> int:
@@ -107,7 +107,7 @@ class Op:
         return sum(weight.nbytes for weight in self.weights())
 
     def link_bytes(self, step: StepSize) -> int:
-        """Bytes that this rank receives from other ranks (`collective.py`)."""
+        """Bytes from other ranks (`collective.py`)."""
         return 0
 
 

@@ -1,8 +1,8 @@
 """The ops of a program: their equations over row matrices, weights and costs.
 
-Costs are lower bounds, from which limits follow. `flops` counts two for each multiply-add of an
-op with products, else one for each operation on a number. `bytes` counts weights once, and the
-keys and values that a sequence's rows see once for all rows. Draft trees count as chains.
+Costs are lower bounds. `flops` counts two for each multiply-add of an op with products, else one
+for each operation on a number. `bytes` counts weights once, and the keys and values that a
+sequence's rows see once.
 """
 
 from typing import Literal
@@ -12,12 +12,12 @@ from headrace.record import frozen
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
 """`silu` is x / (1 + exp(-x)). `gelu` is x times the normal distribution function of x,
-`gelu_tanh` its approximation by tanh (Hendrycks and Gimpel 2016). `clamped_swiglu` (gpt-oss 2025)
-is gate / (1 + exp(-1.702 gate)) * (up + 1), with the gate at most 7 and the up in -7..7.
+`gelu_tanh` its approximation (Hendrycks and Gimpel 2016). `clamped_swiglu` (gpt-oss 2025) is gate
+/ (1 + exp(-1.702 gate)) * (up + 1), with the gate at most 7 and the up in -7..7.
 """
 NormKind = Literal["rms", "layer"]
-"""`rms` divides by the root of the mean square (Zhang and Sennrich 2019); `layer` subtracts the
-mean first (Ba et al. 2016).
+"""`rms` divides by the root mean square (Zhang and Sennrich 2019); `layer` subtracts the mean
+first (Ba et al. 2016).
 """
 
 _ACTIVATION_FLOPS: dict[Activation, int] = {
@@ -81,7 +81,7 @@ class Norm(Op):
     """out = x / sqrt(mean(x^2) + eps) * weight + bias, for each `size` columns of a row.
 
     A LayerNorm has x - mean(x) in place of x. Weight and bias have `size` numbers, or a number
-    for each column. If x has the gathered rows, out may have only one kind of them.
+    for each column. Of gathered rows, out may have only one kind.
     """
 
     out: Value
@@ -146,10 +146,9 @@ class LinearActivate(Op):
 
 @frozen
 class HeadLinear(Op):
-    """out[t, head] = x[t, head] @ heads[head].T; x may also have one head that all share.
+    """out[t, head] = x[t, head] @ heads[head].T; x may have one head that all share.
 
-    DeepSeek-V2 (2024) so computes keys and values from a latent row, or in its absorbed form
-    queries.
+    DeepSeek-V2 (2024) so computes keys and values, or in its absorbed form queries.
     """
 
     out: Value
@@ -162,7 +161,7 @@ class HeadLinear(Op):
 
 @frozen
 class ConcatHeads(Op):
-    """out[t, head] = [x[t, head], y[t, head]]; x and y may also have one head that all share."""
+    """out[t, head] = [x[t, head], y[t, head]]; x and y may have one head that all share"""
 
     out: Value
     x: Value
@@ -174,8 +173,7 @@ class ConcatHeads(Op):
 
 @frozen
 class Rope(Op):
-    """out = x with each pair (2i, 2i + 1) of a head rotated by angle i of the row (Su et al.
-    2021).
+    """out = x with each pair (2i, 2i + 1) of a head rotated by angle i (Su et al. 2021).
 
     Further numbers of a head are copied.
     """
@@ -192,7 +190,7 @@ class Rope(Op):
 
 @frozen
 class KvWrite(Op):
-    """KV[layer][slot[t]] = k[t], v[t]; without v, the values are a part of the keys"""
+    """KV[layer][slot[t]] = k[t], v[t]; without v, values are a part of the keys"""
 
     k: Value
     v: Value | None
@@ -263,7 +261,7 @@ class Attention(Op):
         return [self.sinks] if self.sinks else []
 
     def _visible(self, position: int, rows: int = 1) -> int:
-        """Number of positions that at least one of `rows` rows sees; the last is at `position`."""
+        """Number of positions that any of `rows` rows sees; the last is at `position`."""
         before = max(0, position + 2 - rows - self.window) if self.window else 0
         return position + 1 - before + min(before, self.num_sink_tokens)
 

@@ -40,13 +40,13 @@ class Program:
 
     ops: tuple[Op, ...]
     logits: Value | None
-    """None in a pipeline stage that is not the last."""
+    """None before the last pipeline stage."""
     hidden: Value | None = None
-    """The rows before the head, if they are a result (`with_hidden`)."""
+    """Rows before the head (`with_hidden`)."""
     pooled: Value | None = None
-    """The pooled rows after the last norm, if they are a result (`with_pooled`)."""
+    """Pooled rows after the last norm (`with_pooled`)."""
     shared_kv_groups: tuple[KvGroup, ...] | None = None
-    """The KV groups of the whole model, in the program of a rank."""
+    """KV groups of the whole model, in the program of a rank."""
 
     def with_hidden(self) -> "Program":
         """Add the rows before the head to the results, before fusing packs them."""
@@ -92,7 +92,7 @@ class Program:
 
     @property
     def kv_groups(self) -> tuple[KvGroup, ...]:
-        """The layers of the program by KV layout and window, in the order of their first layers."""
+        """Layers by KV layout and window."""
         if self.shared_kv_groups is not None:
             return self.shared_kv_groups
 
@@ -125,14 +125,14 @@ class Program:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, each counted once."""
+        """Each weight counts once."""
         return sum(weight.nbytes for weight in self.weights.values())
 
     def with_weights(self, new: Mapping[str, Weight]) -> "Program":
         return replace(self, ops=tuple(op.with_weights(new) for op in self.ops))
 
     def last_use(self) -> dict[int, int]:
-        """Index of the last op that reads each value, by id; for results, the number of ops."""
+        """Index of each value's last reader, by id; for results, the number of ops."""
         last = {value.id: i for i, op in enumerate(self.ops) for value in op.inputs()}
         return last | {value.id: len(self.ops) for value in self.results}
 
@@ -195,9 +195,7 @@ class Tracer:
         size: int | None = None,
         rows: RowKind | None = None,
     ) -> Value:
-        """`size`: columns that are normalised together (default: all); `rows`: rows of the
-        result.
-        """
+        """`size`: columns that are normalised together (default: all)."""
         out = self._value(x.width, rows or x.rows)
         self.ops.append(
             Norm(out=out, x=x, weight=weight, eps=eps, kind=kind, size=size or x.width, bias=bias)
@@ -371,9 +369,7 @@ def _kind(stored: Format) -> Kind:
 
 
 def trace(forward: Callable[[Tracer], Value], tensors: Mapping[str, StoredTensor]) -> Program:
-    """The program of `forward`, which returns the logits. Raises FormatError for tensors of wrong
-    shape.
-    """
+    """The program of `forward`, which returns the logits. Raises FormatError for wrong shapes."""
     tracer = Tracer(tensors)
     logits = forward(tracer)
     return Program(tuple(tracer.ops), logits)

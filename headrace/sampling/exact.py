@@ -1,4 +1,4 @@
-"""Exact verification: sample the next token, follow the draft node that carries it, else stop.
+"""Exact verification: sample the next token, follow its draft node, else stop.
 
 It is lossless: a sample depends only on the tokens before it and on the noise of its position.
 """
@@ -15,7 +15,7 @@ from headrace.sampling.verification import Logits
 def verify_exact(
     ops: Sequence[SampleOp], logits: Logits, pool: _native.Pool
 ) -> list[SampleResult | None]:
-    """A `Verifier` that verifies all ops in one native call (csrc/sampler.h)."""
+    """Verifies all ops in one native call (csrc/sampler.h)."""
     results = _native.verify_exact(pool, logits, cast(Any, ops))  # their samplers are native
     return [None if result is None else _result(*result) for result in results]
 

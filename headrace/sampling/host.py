@@ -1,4 +1,4 @@
-"""Logit ops on the host, for executables whose logits are in its memory."""
+"""Logit ops on the host."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -42,7 +42,7 @@ def run_logit_ops(
     pooled: NDArray[np.float32] | None = None,
     pool: _native.Pool | None = None,
 ) -> list[LogitOpResult]:
-    """Run ops with the threads of the pool; returns the result of each op, in order.
+    """Run ops with the threads of the pool; returns their results in order.
 
     An `Expand` overwrites its row of logits, so no other op may read it. `Pool` ops read `pooled`
     [rows, dim].
@@ -68,8 +68,7 @@ def run_logit_ops(
 
 
 def tokens_of(batch: RaggedBatch, values: Sequence[LogitOpResult]) -> Ints:
-    """The tokens of a batch [T], with pending tokens from `values`, the previous launch's
-    results.
+    """The tokens of a batch [T], with pending tokens from the last launch's results `values`.
 
     An op whose logits were not finite gives token 0.
     """

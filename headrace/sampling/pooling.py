@@ -7,15 +7,13 @@ from numpy.typing import NDArray
 
 
 class RowSum:
-    """A sum of rows in float64, one by one: its bits do not depend on the cut of a prompt into
-    steps.
-    """
+    """A float64 sum of rows in order: its bits do not depend on the cut of a prompt into steps."""
 
     def __init__(self) -> None:
         self._total: NDArray[np.float64] | None = None
 
     def add(self, rows: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Add rows [rows, dim] in their order; returns the sum of all rows so far [dim]."""
+        """Add rows [rows, dim]; returns the sum so far [dim]."""
         if self._total is None:
             self._total = np.zeros(rows.shape[1])
         # Infinities of both signs add up to NaN. The caller checks that the sum is finite.
@@ -26,7 +24,7 @@ class RowSum:
 
 
 def mean_vector(total: NDArray[np.float64], num_rows: int, normalise: bool) -> NDArray[np.float32]:
-    """The mean [dim] of `num_rows` rows. With `normalise` it has length 1, unless it is zero."""
+    """The mean [dim] of `num_rows` rows, with length 1 if `normalise`, unless it is zero."""
     mean = total / num_rows
     if normalise and (length := sqrt(fsum((mean * mean).tolist()))):
         mean /= length

@@ -22,7 +22,7 @@ Distribution = NDArray[np.float64]  # [vocab]
 def verify_rejection(
     ops: Sequence[SampleOp], logits: Logits, pool: Pool
 ) -> list[SampleResult | None]:
-    """A `Verifier` of chains. A draft without probabilities has q = 1 for its token."""
+    """A `Verifier` of chains. Without probabilities, q = 1 for the draft's token."""
     return [_verify(op, logits) for op in ops]
 
 

@@ -1,4 +1,4 @@
-"""Native samplers of requests, and functions on single rows of logits."""
+"""Native samplers, and functions on single rows of logits."""
 
 import os
 from collections.abc import Iterable
@@ -22,13 +22,13 @@ __all__ = [
 
 _SAMPLER_OPTIONS = [row.name for row in SAMPLING_FIELDS.values() if row.is_sampler_option]
 NativeSample = tuple[int, tuple[float, int, list[int], list[float]] | None]
-"""A token and the fields of its `TokenLogprobs`, if requested."""
+"""A token and the fields of its `TokenLogprobs`."""
 
 
 def make_sampler(
     params: SamplingParams, prompt: list[int], vocab_size: int, seed: int, end_ids: Iterable[int]
 ) -> Sampler:
-    """The native sampler of a request's first sequence; it bans `end_ids` before `min_tokens`."""
+    """The native sampler of a request, which bans `end_ids` before `min_tokens`."""
     options = {name: getattr(params, name) for name in _SAMPLER_OPTIONS}
     options["top_k"] = max(params.top_k, 0)
     return Sampler(
@@ -54,17 +54,16 @@ def derive_seed(seed: int, number: int) -> int:
 
 
 def token_logprobs(logits: NDArray[np.float32], token: int, num_logprobs: int) -> TokenLogprobs:
-    """Log-probabilities of a token under a row of logits [vocab]. Raises NonFiniteLogitsError."""
+    """Log-probabilities of a token under a row [vocab]. Raises NonFiniteLogitsError."""
     return TokenLogprobs(*native_token_logprobs(logits, token, num_logprobs, _isa()))
 
 
 def with_logprobs(logits: NDArray[np.float32], token: int, num_logprobs: int) -> NativeSample:
-    """Log-probabilities of a token that no sampler chose, under a row [vocab]; none for -1."""
+    """Log-probabilities under a row [vocab] of a token that no sampler chose; none for -1."""
     if num_logprobs < 0:
         return token, None
     return token, native_token_logprobs(logits, token, num_logprobs, _isa())
 
 
 def _isa() -> str:
-    """Instruction set of the native sampler; tests set it."""
     return os.environ.get("HEADRACE_ISA", "")

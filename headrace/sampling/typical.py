@@ -19,13 +19,13 @@ from headrace.sampling.verification import Logits, Verification, masks_after
 _EPSILON = 0.09
 """Any token above this probability is accepted."""
 _DELTA = 0.3
-"""Share of exp(-entropy), the probability of a typical token."""
+"""Share of exp(-entropy)."""
 
 
 def verify_typical(
     ops: Sequence[SampleOp], logits: Logits, pool: Pool
 ) -> list[SampleResult | None]:
-    """A `Verifier` that keeps the longest accepted path of each tree and samples after it."""
+    """Keeps the longest accepted path of each tree and samples after it."""
     return [_verify(op, logits) for op in ops]
 
 
@@ -52,9 +52,7 @@ def _verify(op: SampleOp, logits: Logits) -> SampleResult | None:
 def _longest_path(
     op: SampleOp, logits: Logits, sampler: Sampler, node: int, position: int
 ) -> list[int]:
-    """The longest path of accepted draft nodes below `node`, from `position` on; the first of
-    equals.
-    """
+    """The longest path of accepted draft nodes below `node`; the first of equals."""
     draft = op.draft
     children = [child for child, parent in enumerate(draft.parents) if parent == node]
     if not children:

@@ -15,8 +15,7 @@ from headrace.sampling.sampler import NativeSample, Sampler
 
 Logits = NDArray[np.float32]  # [rows, vocab]
 Verifier = Callable[[Sequence[SampleOp], Logits, Pool], list[SampleResult | None]]
-"""An acceptance method. It returns the result of each op, or None for logits that are not finite.
-"""
+"""An acceptance method: the result of each op, or None for logits that are not finite."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +24,7 @@ class Verification:
 
     op: SampleOp
     node: int = -1
-    """The last accepted node; -1 before the first."""
+    """Last accepted; -1 before the first."""
     tokens: list[int] = field(default_factory=list)
     path: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -51,7 +50,7 @@ class Verification:
         return SampleResult(self.tokens, self.path, self.logprobs)
 
     def take(self, sample: NativeSample) -> bool:
-        """Add a token and go to the first child node that carries it; returns whether one does."""
+        """Add a token and go to its first child node; returns whether there is a child."""
         token, logprobs = sample
         self.tokens.append(token)
         if logprobs is not None:
@@ -66,5 +65,5 @@ class Verification:
 
 
 def masks_after(op: SampleOp, node: int) -> Masks | None:  # [1, words]
-    """The tokens that may follow a draft node, or the last known token for -1; None: all."""
+    """The tokens that may follow a draft node, or the last known token for -1."""
     return None if op.masks is None else op.masks[node + 1 : node + 2]

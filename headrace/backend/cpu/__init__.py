@@ -1,4 +1,4 @@
-"""The CPU backend: C++ kernels for AVX-512, AVX2, NEON and portable code, chosen at run time."""
+"""The CPU backend: C++ kernels for AVX-512, AVX2, NEON and portable code."""
 
 from headrace.backend.cpu.executable import compile, lower
 

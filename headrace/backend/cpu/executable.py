@@ -31,10 +31,9 @@ Lower = Callable[[Program, Mapping[str, StoredTensor]], Program]
 
 
 def lower(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
-    """The program in fused ops, or unfused if column orders differ, with the bytes of packed
-    weights.
+    """The program in fused ops if column orders agree, with the bytes of packed weights.
 
-    Raises UnsupportedModelError if an op that is not linear uses a matrix with a column order.
+    Raises UnsupportedModelError if an op that is not linear uses a column order.
     """
     reordered = {
         weight.name
@@ -90,7 +89,7 @@ def compile(
     threads: int,
     activations: Activations = "int8",
 ) -> "CpuExecutable":
-    """Compile for this processor. The variable HEADRACE_ISA can choose a lower instruction set."""
+    """Compile for this processor, or for HEADRACE_ISA."""
     return _compile(program, weights, kv, threads, activations)
 
 
@@ -110,7 +109,7 @@ def _compile(
 
 
 class CpuExecutable:
-    """A native plan with its packed weights and KV. A launch runs at once.
+    """A native plan with its packed weights and KV.
 
     With `lower_unfused` as `lower`, values in `kept` can be read afterwards.
     """
@@ -216,7 +215,7 @@ class CpuExecutable:
         return None if self._logits is None else self._rows(self._logits, len(batch.logit_rows))
 
     def hidden(self, batch: RaggedBatch) -> Floats | None:  # [logit rows, dim]
-        """The rows before the head in the last run, if they are a result of the program."""
+        """The rows before the head in the last run."""
         return None if self._hidden is None else self._rows(self._hidden, len(batch.logit_rows))
 
     def pooled(self, batch: RaggedBatch) -> Floats | None:  # [pooled rows, dim]
@@ -254,7 +253,7 @@ class CpuExecutable:
         return self._views[key]
 
     def value(self, value_id: int, num_rows: int) -> Floats:  # [rows, width]
-        """The rows of a kept value in the last launch, until the next launch."""
+        """The rows of a kept value, until the next launch."""
         return self._rows(self._lowering.buffers[value_id], num_rows)
 
     def profile(self, batch: RaggedBatch) -> StepTimes:
@@ -283,7 +282,7 @@ class CpuExecutable:
         )
 
     def host_blocks(self, num_bytes: int) -> HostBlocks | None:
-        """None, because the KV is in the host's memory."""
+        """None: the KV is in the host's memory."""
         return None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Lowers a program to a native plan: its ops to native ops, its values to buffers."""
+"""Lowers a program to a native plan."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -36,22 +36,22 @@ _TRANSPARENT_OPS = (
 )
 Floats = NDArray[np.float32]
 _Readers = frozenset[tuple[Format, bool]]
-"""(format of a weight, whether it needs an offset) of all readers."""
+"""(format of a weight, whether it needs an offset) of each."""
 _Shape = tuple[int, str, bool, _Readers]
 
 
 class ProcessGroup(Protocol):
-    """Exchanges rows with the other ranks that run a program."""
+    """Exchanges rows with other ranks."""
 
     def begin(self, tokens: Ints) -> None:
         """Prepare for a step over these tokens, [rows]."""
 
     def run(self, op: collective.Collective, out: Floats | None, *inputs: Floats) -> None:
-        """Read the rows of `inputs`, and write the rows of `out`. Raises RankLostError."""
+        """Read `inputs`, and write `out`. Raises RankLostError."""
 
 
 class Lowering:
-    """Fills a native plan with ops, packed weights, and buffers, which later values reuse."""
+    """Fills a native plan with ops, weights and buffers."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class Lowering:
         kept: frozenset[int] = frozenset(),
         process_group: ProcessGroup | None = None,
     ) -> None:
-        """`places`: (KV group, index) of each layer. `earlier` shares weights and buffers of the
-        same plan. `kept`: ids of values that can be read after a step.
+        """`places`: (KV group, index) of each layer. `earlier` shares weights and buffers.
+        `kept`: ids of values that can be read after a step.
         """
         self.plan = plan
         self.program = program
@@ -76,9 +76,9 @@ class Lowering:
         self.vectors: dict[str, int] = earlier.vectors if earlier else {}
         self.buffers: dict[int, int] = {}  # by id of a value that is still read
         self.packed_values: dict[tuple[int, tuple[int, ...]], Value] = {}
-        """By id of the value and column order."""
+        """By id and column order."""
         self.angles: dict[tuple[int, int], int] = {}
-        """Buffers of angles by id and head size. They are never used again."""
+        """Buffers by id and head size; no other value reuses them."""
         self.free: dict[_Shape, list[int]] = {}
         if earlier:
             # Packed buffers are not shared: they would be packed for the readers of both programs.
@@ -89,7 +89,7 @@ class Lowering:
         self.readers = self._readers()
 
     def lower(self) -> None:
-        """Fill the plan. Afterwards `buffers` has the results of the program."""
+        """Fill the plan, and set `buffers` of the results."""
         new_bytes = {
             weight.name: weight.nbytes
             for op in self.program.ops
@@ -114,9 +114,7 @@ class Lowering:
         return self.buffers[value.id]
 
     def shape(self, value: Value) -> _Shape:
-        """The properties that values must share to use one buffer, for packed values including
-        readers.
-        """
+        """The properties that values must share to use one buffer."""
         readers = self.readers.get(value.id, frozenset()) if value.packed else frozenset()
         return value.width, value.rows, value.packed, readers
 
@@ -144,7 +142,7 @@ class Lowering:
         return None
 
     def packed_input(self, x: Value, weight: Weight) -> int:
-        """The packed input of a linear op. A value that others read as float32 is packed here."""
+        """The packed input of a linear op; packs a float32 value."""
         if x.packed:
             return self.buffer(x)
         order = column_order(self.tensors[weight.name])
@@ -162,7 +160,7 @@ class Lowering:
         return self.packed[weight.name]
 
     def weight_pair(self, a: Weight, b: Weight) -> tuple[int, int]:
-        """Two matrices of one shape, packed together because a kernel alternates between them."""
+        """Two matrices, packed together because a kernel alternates between them."""
         if not {a.name, b.name} & self.packed.keys() and a != b:
             self.packed[a.name], self.packed[b.name] = add_weight_pair(
                 self.plan, self.tensors[a.name], self.tensors[b.name]
@@ -200,7 +198,7 @@ class Lowering:
 
 
 def _offset_products(program: Program) -> set[int]:
-    """Ids of values that become queries, keys, values or logits without a further product."""
+    """Ids of values that become queries, keys, values or logits without another product."""
     found = {program.logits.id} if program.logits else set()
     for op in reversed(program.ops):
         if isinstance(op, ops.Attention):

@@ -18,7 +18,7 @@ _CHUNK_CODES = 1 << 22
 
 
 def packed_bytes(tensor: StoredTensor) -> int:
-    """Bytes of a packed matrix. Raises ValueError for a format without a kernel."""
+    """Raises ValueError for a format without a kernel."""
     spec = _table_spec(tensor)
     if spec:
         return spec.nbytes
@@ -46,9 +46,7 @@ def add_weight(plan: _native.Plan, tensor: StoredTensor) -> int:
 
 
 def add_weight_pair(plan: _native.Plan, a: StoredTensor, b: StoredTensor) -> tuple[int, int]:
-    """Pack two matrices of one shape, with alternating tiles if their formats are alike: kernels
-    read memory in order.
-    """
+    """Pack two matrices with alternating tiles: kernels read memory in order."""
     first, second = _table_spec(a), _table_spec(b)
     if (
         bool(first) != bool(second)
@@ -80,13 +78,13 @@ def add_weight_pair(plan: _native.Plan, a: StoredTensor, b: StoredTensor) -> tup
 
 
 def column_order(tensor: StoredTensor) -> tuple[int, ...]:
-    """The column of the activations for each packed column; empty: no reordering."""
+    """The activation's column for each packed column; empty: no reordering."""
     return () if tensor.column_order is None else tuple(tensor.column_order.tolist())
 
 
 @contextmanager
 def named_in_errors(tensor: str) -> Iterator[None]:
-    """Turn a ValueError of the kernels into an UnsupportedModelError that names the tensor."""
+    """Turn a ValueError of the kernels into an UnsupportedModelError."""
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The reference backend: NumPy in float64, op by op. Tests compare all other backends with it."""
+"""The reference backend in NumPy and float64, with which tests compare all others."""
 
 from headrace.backend.reference.executable import compile, lower
 

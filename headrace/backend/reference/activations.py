@@ -13,7 +13,7 @@ erfc = np.frompyfunc(math.erfc, 1, 1)
 
 
 def activated(x: Floats, activation: Activation) -> Floats:
-    """The activation of each number. Raises AssertionError for `clamped_swiglu`."""
+    """Raises AssertionError for `clamped_swiglu`."""
     y: Floats
     match activation:
         case "silu":

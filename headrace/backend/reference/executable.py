@@ -45,12 +45,12 @@ def compile(
     threads: int,
     activations: Activations = "f32",
 ) -> "ReferenceExecutable":
-    """Compile for NumPy, which chooses its threads itself; activations are float64."""
+    """Compile for NumPy, with its threads and float64 activations."""
     return ReferenceExecutable(program, weights, kv)
 
 
 class ReferenceExecutable:
-    """A program, its weights in float64 and its KV. A launch runs at once."""
+    """A program, its weights in float64 and its KV."""
 
     max_in_flight = 1
 
@@ -161,7 +161,7 @@ def _dequantise(
     weights: Mapping[str, StoredTensor],
     known: Mapping[str, Floats] = MappingProxyType({}),
 ) -> dict[str, Floats]:
-    """The weights of a program in float64; `known` ones are shared."""
+    """Weights in float64; `known` ones are shared."""
     return {
         name: known[name] if name in known else weights[name].dequantise().astype(np.float64)
         for name in program.weights

@@ -11,7 +11,7 @@ Floats = NDArray[np.float64]
 
 
 class Store:
-    """Keys and values of a KV group, each [layers, slots, heads, head size]."""
+    """Keys and values, each [layers, slots, heads, head size]."""
 
     def __init__(self, group: KvGroup, num_slots: int) -> None:
         layout = group.layout
@@ -24,7 +24,7 @@ class Store:
 
 
 class ReferenceHostBlocks:
-    """Copies of KV blocks, as a GPU keeps them in the host's memory; copying counts as free."""
+    """Copies of KV blocks, as for a GPU; copying counts as free."""
 
     block_seconds = 0.0
 

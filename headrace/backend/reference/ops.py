@@ -1,4 +1,4 @@
-"""Every op in NumPy, and the step that ops run in."""
+"""Every op in NumPy."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ class Memory(Protocol):
 
 
 class Step:
-    """One step of a program: the batch, and a matrix for each value computed so far."""
+    """The batch, and a matrix for each value so far."""
 
     def __init__(self, memory: Memory, batch: RaggedBatch) -> None:
         self.memory = memory
@@ -49,7 +49,7 @@ class Step:
         return self.memory.weights[weight.name]
 
     def rows_for(self, out: Value, x: Value) -> Floats:
-        """The rows of `x` that `out` has: all of them, or the logit rows or pooled rows alone."""
+        """The rows of `x` that `out` has: all, logit or pooled rows."""
         return self.x(x) if x.rows == out.rows else self.x(x)[self._gathered(out.rows)]
 
     def _gathered(self, kind: RowKind) -> slice:
@@ -62,7 +62,7 @@ class Step:
         return slice(None)
 
     def linear(self, x: Value, weight: Weight, bias: Weight | None) -> Floats:
-        """Product `x @ weight.T + bias`, plus the product with the adapter of each row."""
+        """`x @ weight.T + bias`, plus the product with each row's adapter."""
         y = self.product(self.x(x), weight, bias)
         for number, rows in self._adapted_rows(x.rows):
             if matrices := self.memory.adapters[number].get(weight.name):
@@ -85,7 +85,7 @@ class Step:
             yield number, adapter_of_row == number
 
     def visible(self, group: int) -> list[Ints]:
-        """The KV slots that each row sees without a window: context, earlier rows or ancestors,
+        """KV slots that each row sees without a window: context, earlier rows or ancestors,
         itself.
         """
         if group not in self._visible:
@@ -104,7 +104,7 @@ class Step:
         return visible
 
     def _visible_indices(self, b: int, local: int, row: int) -> Ints:
-        """Indices into the KV of sequence `b` that a row sees; `local`: its index in the step."""
+        """KV indices in sequence `b` that a row sees; `local`: its index in the step."""
         context = int(self.batch.context_len[b])
         num_scheduled = int(self.batch.scheduled_len[b])
         if local < num_scheduled or self.batch.ancestors is None:
@@ -174,12 +174,12 @@ def _concat_heads(s: Step, op: ops.ConcatHeads) -> Floats:
 
 
 def _heads(x: Floats, num_heads: int, dim: int) -> list[Floats]:
-    """The columns of each head; if `x` has one head, all heads share its columns."""
+    """The columns of each head; a single head is shared."""
     return [x[:, head * dim % x.shape[1] :][:, :dim] for head in range(num_heads)]
 
 
 def rotate(x: Floats, angles: Floats, head_dim: int) -> Floats:
-    """Rotate the first pairs (2i, 2i + 1) of each head by the angles of its row."""
+    """Rotate the first pairs (2i, 2i + 1) of each head by the row's angles."""
     half = angles.shape[1] // 2
     cos, sin = angles[:, None, :half], angles[:, None, half:]
     heads = x.reshape(len(x), -1, head_dim).copy()
@@ -194,7 +194,7 @@ def _rope(s: Step, op: ops.Rope) -> Floats:
 
 
 def _write_kv(s: Step, layer: int, k: Floats, v: Floats | None) -> None:
-    """Store keys and values, rounded to the number format of the KV."""
+    """Store keys and values, rounded to the KV's number format."""
     group, place = s.memory.places[layer]
     store, slots = s.memory.stores[group], s.batch.kv[group].slots
     for cache, rows in ((store.keys, k), (store.values, v)):
@@ -299,7 +299,7 @@ def _route(s: Step, op: moe.Route) -> Floats:
 
 
 def _mask_groups(ranking: Floats, op: moe.Route) -> Floats:
-    """The ranking with -inf for all experts outside the row's best groups."""
+    """The ranking, with -inf outside the row's best groups."""
     group_size = op.x.width // op.groups
     ascending = np.sort(ranking.reshape(-1, op.groups, group_size), axis=2)
     num_best = 1 if op.scoring == "softmax" else 2
