@@ -44,8 +44,8 @@ class BeamSearch:
     length_penalty: float
     early_stopping: bool
     num_end_ids: int
-    """Tokens that may end a beam. A step ranks as much more of each beam, so that `width`
-    continue.
+    """Tokens that may end a beam. A step ranks this number of extra tokens of each beam, so that
+    `width` beams continue.
     """
     needs_logits: bool
     """Whether the request has stop strings or returns log-probabilities."""

@@ -85,8 +85,9 @@ class Output:
         return "".join(self._taken) + self._new
 
     def push(self, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Append a token, and apply the stop conditions. Raises ConstraintError after forbidden
-        tokens.
+        """Append a token, and apply the stop conditions.
+
+        Raises ConstraintError if the grammar allows no token after it.
         """
         if logprobs is not None:
             self.logprobs.append(describe(self._tokenizer, token, logprobs))

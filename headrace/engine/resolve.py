@@ -141,7 +141,9 @@ def _sampling_error(request: Request) -> Exception:
 
 
 def _concatenate(results: list[LogitOpResult]) -> LogitOpResult:
-    """Join the results of several launches, up to non-finite logits."""
+    """Join the results of several launches, up to non-finite logits; None if the first are not
+    finite.
+    """
     if len(results) == 1:
         return results[0]
     tokens: list[int] = []

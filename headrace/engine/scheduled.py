@@ -33,7 +33,9 @@ class ScheduledSequence:
     num_launches: int = 1
     """More than 1 in multi-step decoding."""
     has_spare_slots: bool = False
-    """Whether slots beyond the scheduled tokens are reserved. The finish frees unused slots."""
+    """Whether slots beyond the scheduled tokens are reserved; the end of the step frees unused
+    ones.
+    """
 
     scored: range = range(0)
     """Positions whose rows give prompt log-probabilities."""

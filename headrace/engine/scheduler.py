@@ -321,7 +321,8 @@ class Scheduler:
     # Preemption
 
     def _choose_victim(self, needy: Sequence) -> Sequence:
-        """Return the last in rank that has sampled since its admission, at best `needy`.
+        """Return the sequence to preempt, `needy` or later in rank: the last that has sampled
+        since admission.
 
         Unless a sequence outside the first group has, it is the last of all.
         """

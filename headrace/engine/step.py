@@ -148,8 +148,9 @@ class StepLoop:
         return step
 
     def _commit(self, item: ScheduledSequence, commit: Commit) -> list[Copy]:
-        """Keep the KV of scheduled tokens and accepted nodes; returns the slots to move
-        together.
+        """Keep the KV of scheduled tokens and accepted nodes.
+
+        Returns the slots to move, which makes them adjacent.
         """
         seq = item.seq
         num_more = max(0, len(commit.tokens) - 1)  # the last new token has no KV

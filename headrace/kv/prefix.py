@@ -155,8 +155,8 @@ class PrefixCache:
     ) -> Node:
         """Insert full blocks below `node`, and return the last node.
 
-        Blocks of the same tokens in the tree replace them, unless a launched step uses them (not
-        `replace`).
+        With `replace`, blocks of the same tokens in the tree replace them. A launched step that
+        uses them forbids it.
         """
         block_size = self._kv.block_size
         while (node.depth + 1) * block_size <= computed:

@@ -8,8 +8,8 @@ from headrace.kv.blocks import NULL_BLOCK, BlockPool, Demand, Table
 class WindowPool(BlockPool):
     """The blocks of layers whose rows see `window` positions and the first `num_sink_tokens`.
 
-    A released block gives a new one. Each table pays for all its blocks, also shared ones, so
-    this always works, and a prompt in chunks never needs more than at its admission.
+    Each table pays for all its blocks, also for shared ones. So a sequence may take a new block
+    for each released one, and a prompt in chunks never needs more than at its admission.
     """
 
     def __init__(

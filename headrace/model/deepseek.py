@@ -16,7 +16,7 @@ def _config(
 ) -> tuple[ModelSpec, ExpertSpec]:
     """The specification without experts, and the experts.
 
-    `dense` leading layers have no experts; with `shared` experts and `context` it is a default.
+    Defaults: `dense` leading layers without experts, `shared` experts, and `context`.
     """
     config.require_neutral({"moe_layer_freq": (1,)})
     pe, nope = config.integer("qk_rope_head_dim", 64), config.integer("qk_nope_head_dim", 128)

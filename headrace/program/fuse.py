@@ -39,7 +39,7 @@ class _Rewrite(NamedTuple):
 
 
 def fuse(program: Program, unpacked: Collection[int] = ()) -> Program:
-    """The program with fused ops and packed values, except the ids `unpacked`."""
+    """The program with fused ops and packed values; values with ids in `unpacked` stay float32."""
     ops = list(program.ops)
     for rule in (_fuse_qkv, _fuse_glu, _fuse_activate, _fuse_add):
         ops = _apply(rule, ops)

@@ -11,12 +11,12 @@ from headrace.record import frozen
 class Route(Op):
     """out[t] = [expert, ..., weight, ...]: the `top_k` experts of row t, best first, and weights.
 
-    The score is softmax or sigmoid of x[t]; the choice adds `bias`, and of equal ones takes the
-    lower. Only the best `top_groups` of `groups` take part, by the best expert (`softmax`) or the
-    best two (`sigmoid`) (DeepSeek-V2 and V3, 2024).
+    The score is softmax or sigmoid of x[t]. The choice adds `bias`, and of equal experts takes
+    the lower number. Only the best `top_groups` of `groups` take part, by the best expert
+    (`softmax`) or the best two (`sigmoid`) (DeepSeek-V2 and V3, 2024).
 
-    Weights are scores, divided by their sum if `normalised`, times `factor`; NaN, with the first
-    experts, for logits that are not finite.
+    Weights are scores, divided by their sum if `normalised`, times `factor`. A row with a logit
+    that is not finite goes to the first experts, with NaN as weights.
     """
 
     out: Value

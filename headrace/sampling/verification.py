@@ -50,7 +50,7 @@ class Verification:
         return SampleResult(self.tokens, self.path, self.logprobs)
 
     def take(self, sample: NativeSample) -> bool:
-        """Add a token and go to its first child node; returns whether there is a child."""
+        """Add a token and go to the first child with it; returns whether there is a child."""
         token, logprobs = sample
         self.tokens.append(token)
         if logprobs is not None:

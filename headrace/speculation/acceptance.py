@@ -58,8 +58,9 @@ class AcceptanceRates:
         return values
 
     def record(self, draft: DraftTree, tokens: list[int]) -> None:
-        """Count the nodes along the new `tokens` as right and their siblings as wrong, even
-        without a run.
+        """Count the nodes along the new `tokens` as right and their siblings as wrong.
+
+        The draft need not have run.
         """
         keys = _node_classes(draft)
         node = -1
