@@ -85,7 +85,6 @@ def _adapters(scheduled: list[ScheduledSequence]) -> Ints | None:
 
 
 def _depths(draft: DraftTree) -> Iterator[int]:
-    """Return the distance of each draft node from the last scheduled token."""
     depths: list[int] = []
     for parent in draft.parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)

@@ -125,7 +125,6 @@ class Engine:
         prompt: str | None = None,
         output_token_ids: Iterable[Iterable[int]] = (),
     ) -> str:
-        """Check and queue a request, and return its id."""
         self._check_open()
         checked = self.check(
             prompt_token_ids, params, options, prompt=prompt, output_token_ids=output_token_ids

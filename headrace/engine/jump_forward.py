@@ -12,7 +12,6 @@ class JumpForward:
         self._max_tokens = max_tokens
 
     def find(self, scheduled: list[ScheduledSequence]) -> dict[ScheduledSequence, int]:
-        """Set the forced tokens of each sequence; returns their numbers."""
         num_forced: dict[ScheduledSequence, int] = {}
         for item in scheduled:
             seq = item.seq

@@ -25,7 +25,6 @@ class PromptPooling:
         """[dim]; None until all rows have been pooled."""
 
     def rows(self, computed: int, num_scheduled: int) -> range:
-        """Return the positions to pool among the next rows."""
         first = self._positions.start + self._num_pooled
         return range(max(computed, first), min(computed + num_scheduled, self._positions.stop))
 

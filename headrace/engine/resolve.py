@@ -71,7 +71,6 @@ def _add_prompt_ops(step: InFlightStep, item: ScheduledSequence) -> None:
 def resolve_step(
     step: InFlightStep, results: Results[StepResult], scheduler: Scheduler, tokenizer: TokenizerView
 ) -> tuple[Commits, Failures]:
-    """Return commits and failures of a step with one result for each launch."""
     commits: Commits = []
     failures: Failures = []
 
@@ -104,7 +103,6 @@ def resolve_step(
 def _resolve_prompt(
     item: ScheduledSequence, result: StepResult, tokenizer: TokenizerView
 ) -> Exception | None:
-    """Record the scores and pooled rows of a prompt; returns an error that ends the request."""
     if item.first_score_op is not None:
         scores = result.values[item.first_score_op :]
         if error := _record_scores(item, scores, tokenizer):
@@ -163,7 +161,6 @@ def _accept(
     step_result: StepResult,
     scheduler: Scheduler,
 ) -> tuple[Commits, list[Request]]:
-    """Return commits and failures of a group, and replace forked and freed sequences."""
     accepted = acceptor.accept(group, results, step_result.logits)
     seqs = [item.seq for item in group]
     successors = sources = [item.seq for item, _ in accepted]

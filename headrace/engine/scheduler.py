@@ -189,7 +189,6 @@ class Scheduler:
         return num_launches
 
     def finish(self, seqs: Iterable[Sequence]) -> None:
-        """Free the dropped sequences of a step that has run."""
         for seq in seqs:
             seq.num_in_flight -= 1
             if not seq.num_in_flight and seq in self._dropped:
@@ -293,9 +292,7 @@ class Scheduler:
         return budget, groups
 
     def _is_runnable(self, seq: Sequence, only: Request | None) -> bool:
-        """Whether a row is needed, and its token available: in a pipeline only after the last
-        stage.
-        """
+        """Whether a token to compute is available: in a pipeline only after the last stage."""
         in_pipeline = self._config.pipeline_parallel_size > 1 and seq.num_pending > 0
         return not seq.at_limit and not in_pipeline and only in (None, seq.request)
 

@@ -28,7 +28,6 @@ class RequestTimer:
         self.first_token: float | None = None
 
     def start(self) -> bool:
-        """Record an admission; returns whether it is the first."""
         if self.started is not None:
             return False
         self.started = self._clock()
@@ -98,7 +97,6 @@ class Request:
 
     @property
     def scorer(self) -> "Sequence | None":
-        """The sequence whose rows give the prompt log-probabilities."""
         return next((seq for seq in self.seqs if seq.output.finish_reason is None), None)
 
     @property
@@ -246,7 +244,6 @@ class Sequence:
         )
 
     def prompt_rows(self, num_scheduled: int) -> range:
-        """Positions to score among the next rows."""
         if self.request.params.prompt_logprobs is None or self is not self.request.scorer:
             return range(0)
         num_recorded = len(self.request.prompt_logprobs)
@@ -254,7 +251,6 @@ class Sequence:
         return range(first, min(self.computed + num_scheduled, self.prompt_len - 1))
 
     def pooled_rows(self, num_scheduled: int) -> range:
-        """Positions to pool among the next rows."""
         pooling = self.request.pooling
         return pooling.rows(self.computed, num_scheduled) if pooling else range(0)
 

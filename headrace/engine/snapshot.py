@@ -71,7 +71,6 @@ def block_map(seqs: Iterable[Sequence], kv: KvManager, groups: Iterable[KvGroup]
 
 
 def sequence_stats(scheduler: Scheduler, now: float) -> Iterator[SequenceStats]:
-    """Yield statistics by rank, of running sequences first."""
     return chain(
         (_stats_of(seq, _running_state(seq), now) for seq in scheduler.running),
         (_stats_of(seq, _waiting_state(seq), now) for seq in scheduler.waiting),

@@ -37,7 +37,6 @@ class StaticScheduler(Scheduler):
         return False
 
     def drop(self, seq: Sequence) -> None:
-        """Remove a sequence, or keep it as padding while the batch runs."""
         padding = [member for member in self.running if member.output.finish_reason]
         has_rows = len(padding) + self._max_group <= self._config.max_rows
         has_slot = seq.computed < self._num_slots

@@ -211,7 +211,6 @@ class EngineThread:
         return not self._commands.empty()
 
     def _run_commands(self, timeout: float) -> None:
-        """Run all queued commands, after waiting up to `timeout` seconds for the first."""
         with suppress(Empty):
             self._commands.get(timeout=timeout)()
             for _ in range(self._commands.qsize()):

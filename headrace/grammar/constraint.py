@@ -124,7 +124,6 @@ class OutputConstraint:
         return np.stack([self.mask, *((after or self).mask for after, _ in self._walk(draft))])
 
     def _walk(self, draft: DraftTree) -> Iterator[tuple["OutputConstraint | None", bool]]:
-        """The constraint after each node, None at an end, and whether the node is allowed."""
         after: list[OutputConstraint | None] = []
         for token, parent in zip(draft.tokens, draft.parents, strict=True):
             before = self if parent < 0 else after[parent]

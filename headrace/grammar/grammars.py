@@ -165,7 +165,7 @@ class _Tokens:
         self._cached_encode = lru_cache(_MAX_TOKENISED)(self._encode)
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of a text, or of its beginning if it is long."""
+        """May stop at the beginning of a long text."""
         return self._cached_encode(text[:_MAX_FORCED_CHARACTERS])
 
     def _encode(self, text: str) -> list[int]:
@@ -179,7 +179,6 @@ class _Tokens:
         return self._longest_first(data)
 
     def _longest_first(self, data: bytes) -> list[int]:
-        """The longest token at each place, up to a place that no token can write."""
         ids: list[int] = []
         while data:
             sizes = range(min(self._longest, len(data)), 0, -1)
@@ -202,7 +201,6 @@ def _key(outputs: StructuredOutputs) -> _Key:
 
 
 def _grammar(matcher: "type[LLMatcher]", outputs: StructuredOutputs) -> str:
-    """The grammar in llguidance's form. Raises ValueError."""
     if outputs.regex is not None:
         return matcher.grammar_from_regex(outputs.regex)
     if outputs.grammar is not None:

@@ -159,7 +159,6 @@ class Decoder:
         return tuple(self.g.gather_rows(value) for value in values)
 
     def mlp(self, layer: int, x: Value) -> Value:
-        """The MLP, or the experts that replace it."""
         spec = self.spec
         if spec.experts and layer not in spec.experts.dense_layers:
             return self._experts(layer, x)

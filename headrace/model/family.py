@@ -55,7 +55,6 @@ class Layout:
     """Set if files may contain further layers for drafts."""
 
     def for_names(self, names: Collection[str]) -> Self:
-        """The layout of a file with these tensors."""
         tensors = dict(self.tensors)
         for sources in self.alternatives:
             if any(source.name.format(0) in names for source in sources.values()):

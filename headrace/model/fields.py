@@ -110,7 +110,6 @@ class JsonFields(Fields):
         self.where = where
 
     def named(self, other_names: Mapping[str, str]) -> "JsonFields":
-        """The same fields under our names; `other_names` maps each to the file's."""
         return JsonFields(self._values, self.where, other_names)
 
     def own_name(self, key: str) -> str:

@@ -78,7 +78,6 @@ def _with_experts(spec: ModelSpec, windows: tuple[int, ...], experts: ExpertSpec
 
 
 def _slab_rows(part: str, spec: ModelSpec, indices: Indices) -> Rows:
-    """The stored rows of an expert's transposed matrix."""
     assert spec.experts
     _, expert = indices
     num_rows = spec.experts.ffn_dim if part == "down" else spec.dim

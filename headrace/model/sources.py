@@ -74,7 +74,6 @@ def fused_gate_up(name: str) -> dict[str, TensorSource]:
 
 
 def stacked(part: str, name: str) -> dict[str, TensorSource]:
-    """Each expert's part of one tensor."""
     rows = partial(_expert_rows, part.removesuffix("_bias"))
     return {f"layers.{{}}.experts.{{}}.{part}": TensorSource(name, rows)}
 

@@ -48,19 +48,15 @@ def fuse(program: Program, unpacked: Collection[int] = ()) -> Program:
 
 
 class _Uses:
-    """The writer of each value, and its number of readers."""
-
     def __init__(self, ops: list[Op]) -> None:
         self.writer = {out.id: op for op in ops if (out := op.output()) is not None}
         self.num_reads = Counter(value.id for op in ops for value in op.inputs())
 
     def sole_linear(self, value: Value) -> Linear | None:
-        """The linear op that writes a value with one reader."""
         op = self.writer[value.id]
         return op if isinstance(op, Linear) and self.num_reads[value.id] == 1 else None
 
     def sole_rope(self, value: Value) -> tuple[Rope, Linear] | None:
-        """The rope that writes a value, and the linear op before it, with one reader each."""
         op = self.writer[value.id]
         if not isinstance(op, Rope) or self.num_reads[value.id] != 1:
             return None

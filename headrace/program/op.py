@@ -97,7 +97,6 @@ class Op:
         ]
 
     def with_weights(self, new: Mapping[str, Weight]) -> Self:
-        """A copy with new weights by name."""
         return replace(self, **{name: _replaced(value, new) for name, value in vars(self).items()})
 
     def flops(self, step: StepSize) -> int:

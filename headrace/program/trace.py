@@ -55,7 +55,6 @@ class Program:
         return replace(self, hidden=head.x)
 
     def with_pooled(self) -> "Program":
-        """Add the pooled rows after the last norm to the results."""
         rows = self._head().x
         last_norm = next(op for op in self.ops if op.output() == rows)
         assert isinstance(last_norm, Norm) and last_norm.x.rows == "gathered", (
@@ -92,7 +91,6 @@ class Program:
 
     @property
     def kv_groups(self) -> tuple[KvGroup, ...]:
-        """Layers by KV layout and window."""
         if self.shared_kv_groups is not None:
             return self.shared_kv_groups
 

@@ -52,7 +52,6 @@ def _verify(op: SampleOp, logits: Logits) -> SampleResult | None:
 def _longest_path(
     op: SampleOp, logits: Logits, sampler: Sampler, node: int, position: int
 ) -> list[int]:
-    """The longest path of accepted draft nodes below `node`; the first of equals."""
     draft = op.draft
     children = [child for child, parent in enumerate(draft.parents) if parent == node]
     if not children:

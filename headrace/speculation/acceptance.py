@@ -47,7 +47,6 @@ class AcceptanceRates:
         return (right + _PRIOR_WEIGHT * prior) / (observed + _PRIOR_WEIGHT)
 
     def values(self, draft: DraftTree) -> list[float]:
-        """Probability of each node to be accepted."""
         rates: dict[_NodeClass, float] = {}
         values: list[float] = []
         for key, parent in zip(_node_classes(draft), draft.parents, strict=True):

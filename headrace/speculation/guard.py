@@ -63,7 +63,6 @@ class Guard:
         del self._proposer
 
     def _call(self, function: Callable[[], Any], *, returns: bool = True) -> Any:
-        """Return the value of a call, or None if it fails."""
         if self.retired:
             return None
         try:

@@ -142,7 +142,6 @@ class SpeculationManager:
         return drafts, requested
 
     def draft(self, drafts: StepDrafts[Item]) -> None:
-        """Call the proposers, and set the draft of each sequence within its budget."""
         granted = dict.fromkeys(
             item for nodes in drafts.calls.values() for item in nodes if item.draft_budget
         )

@@ -215,7 +215,6 @@ class CpuExecutable:
         return None if self._logits is None else self._rows(self._logits, len(batch.logit_rows))
 
     def hidden(self, batch: RaggedBatch) -> Floats | None:  # [logit rows, dim]
-        """The rows before the head in the last run."""
         return None if self._hidden is None else self._rows(self._hidden, len(batch.logit_rows))
 
     def pooled(self, batch: RaggedBatch) -> Floats | None:  # [pooled rows, dim]

@@ -89,7 +89,6 @@ class Lowering:
         self.readers = self._readers()
 
     def lower(self) -> None:
-        """Fill the plan, and set `buffers` of the results."""
         new_bytes = {
             weight.name: weight.nbytes
             for op in self.program.ops
@@ -142,7 +141,6 @@ class Lowering:
         return None
 
     def packed_input(self, x: Value, weight: Weight) -> int:
-        """The packed input of a linear op; packs a float32 value."""
         if x.packed:
             return self.buffer(x)
         order = column_order(self.tensors[weight.name])

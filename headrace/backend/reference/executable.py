@@ -27,7 +27,6 @@ _FLOAT64_BYTES = 8
 
 
 def lower(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
-    """The program op by op, with the bytes of its weights in float64."""
     return program.with_weights(
         {
             weight.name: replace(
@@ -161,7 +160,6 @@ def _dequantise(
     weights: Mapping[str, StoredTensor],
     known: Mapping[str, Floats] = MappingProxyType({}),
 ) -> dict[str, Floats]:
-    """Weights in float64; `known` ones are shared."""
     return {
         name: known[name] if name in known else weights[name].dequantise().astype(np.float64)
         for name in program.weights

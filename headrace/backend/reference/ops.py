@@ -49,7 +49,6 @@ class Step:
         return self.memory.weights[weight.name]
 
     def rows_for(self, out: Value, x: Value) -> Floats:
-        """The rows of `x` that `out` has: all, logit or pooled rows."""
         return self.x(x) if x.rows == out.rows else self.x(x)[self._gathered(out.rows)]
 
     def _gathered(self, kind: RowKind) -> slice:
@@ -62,7 +61,6 @@ class Step:
         return slice(None)
 
     def linear(self, x: Value, weight: Weight, bias: Weight | None) -> Floats:
-        """`x @ weight.T + bias`, plus the product with each row's adapter."""
         y = self.product(self.x(x), weight, bias)
         for number, rows in self._adapted_rows(x.rows):
             if matrices := self.memory.adapters[number].get(weight.name):
@@ -174,7 +172,6 @@ def _concat_heads(s: Step, op: ops.ConcatHeads) -> Floats:
 
 
 def _heads(x: Floats, num_heads: int, dim: int) -> list[Floats]:
-    """The columns of each head; a single head is shared."""
     return [x[:, head * dim % x.shape[1] :][:, :dim] for head in range(num_heads)]
 
 

@@ -46,7 +46,6 @@ class Chain:
 
     @property
     def path(self) -> list[int]:
-        """The tokens without the siblings."""
         path: list[int] = []
         node = self.end
         while node >= 0:

@@ -28,8 +28,6 @@ def max_rows(depth: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class _DraftContext:
-    """The draft model's KV of a sequence."""
-
     tables: Tables
     tokens: list[int] = field(default_factory=list)
     agreed: int = 0

@@ -75,7 +75,6 @@ class _State:
         return DraftTree(tree.tokens, tree.parents, indivisible=True)
 
     def observe(self, commit: Commit, result: StepResult) -> None:
-        """Add the columns to the pool, and move the window past the new tokens."""
         columns, self._columns = self._columns, []
         if commit.draft.tokens:
             assert result.logits is not None, "the traits request logits"
