@@ -51,7 +51,7 @@ class BeamSearch:
     """Whether the request has stop strings or returns log-probabilities."""
     totals: list[float] = field(default_factory=lambda: [0.0])
     finished: list[Hypothesis] = field(default_factory=list)
-    """Best first."""
+    """Finished beams, best first."""
     is_group = True
 
     def logit_ops(self, seqs: list[AnySequence]) -> list[LogitOp]:

@@ -26,7 +26,7 @@ class HostBlocks(Protocol):
     """Copies of KV blocks in the host's memory, in order with launches."""
 
     num_blocks: tuple[int, ...]
-    """By KV group. A block takes memory at its first use."""
+    """Number of blocks of each KV group; a block takes memory at its first use."""
     block_bytes: tuple[int, ...]
     block_seconds: float
     """Seconds to load one block of every group."""

@@ -1,4 +1,4 @@
-"""The engine: requests in, updates out. `thread.py` owns its thread."""
+"""The engine: requests in, updates out. One thread at a time uses it (`thread.py`)."""
 
 import logging
 import os

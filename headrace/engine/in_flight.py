@@ -22,7 +22,6 @@ class InFlightStep:
     seqs: list[Sequence] = field(default_factory=list)
     num_rows: int = 0
     tickets: list[Ticket] = field(default_factory=list)
-    """One for each launch of multi-step decoding."""
     is_plain: bool = False
 
     @property

@@ -6,9 +6,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 WINDOW = 4.0
-"""Seconds."""
+"""Length in seconds."""
 HISTORY = 60
-"""Seconds."""
+"""Length in seconds."""
 _MIN_SPACING = 0.5
 """Seconds between two marks."""
 

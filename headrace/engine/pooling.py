@@ -22,7 +22,7 @@ class PromptPooling:
         self._num_pooled = 0
         self.state = RowSum()
         self.vector: NDArray[np.float32] | None = None
-        """[dim]; None until all rows have been pooled."""
+        """Embedding [dim]; None until all rows have been pooled."""
 
     def rows(self, computed: int, num_scheduled: int) -> range:
         first = self._positions.start + self._num_pooled

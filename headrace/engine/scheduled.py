@@ -136,4 +136,3 @@ class SchedulerOutput(NamedTuple):
     copies: list[Copy]
     """Made before the step."""
     rest: RowBudget
-    """Rows left for drafts."""

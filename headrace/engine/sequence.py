@@ -62,7 +62,7 @@ class Request:
     pooling: PromptPooling | None = None
     """Set if the prompt is embedded. Its sequence does not sample."""
     constraint: Constraint | None = None
-    """For the first token of each output."""
+    """Grammar or rules for the first token of each output."""
     only_result: bool = False
     prompt_logprobs: list[Logprobs | None] = field(default_factory=lambda: [None])
     """One entry for each prompt token so far, if requested."""
@@ -150,19 +150,18 @@ class Sequence:
     """Request and index in it. The index of a beam is its rank."""
     request: Request
     known: list[int]
-    """Prompt and output."""
+    """Tokens of prompt and output."""
     sampler: SamplerState
     output: Output
     fork_at: int
     """Number of tokens shared with the siblings."""
     siblings: list["Sequence"] = field(default_factory=list)
-    """Sequences to fork off at `fork_at`."""
     computed: int = 0
     """Tokens that have KV once all launched steps have run."""
     settled: int = 0
     """Tokens whose KV finished steps have written."""
     tables: Tables = ()
-    """One for each KV group; empty while the sequence waits."""
+    """Block table of each KV group; empty while the sequence waits."""
     node: Node | None = None
     """Node of the last full block in the prefix cache."""
     num_admitted: int = 0

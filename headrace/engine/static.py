@@ -29,7 +29,6 @@ class StaticScheduler(Scheduler):
         self._batch: set[Sequence] = set()
         self._num_slots = 0
         self._max_group = 1
-        """Max rows of a group in one step: beams sample together."""
 
     @property
     def can_overlap(self) -> bool:

@@ -3,7 +3,7 @@
 from collections import deque
 
 WINDOW = 5
-"""Steps. Their median ignores one slow step."""
+"""Number of steps; their median ignores one slow step."""
 
 
 class StepTimer:

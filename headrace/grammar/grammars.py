@@ -66,7 +66,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[_Key, tuple[int, LLMatcher]] = OrderedDict()
-        """With remaining uses; the least recently used first."""
+        """Grammars with their remaining uses; the least recently used first."""
         self._lock = Lock()
 
     def compile(self, outputs: StructuredOutputs) -> GrammarState:

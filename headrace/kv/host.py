@@ -32,7 +32,7 @@ class HostTier:
         self._store = store
         self._block_size = block_size
         self._row_seconds = inf
-        """Seconds in the fastest step."""
+        """Seconds per row in the fastest step."""
         self.num_saved = 0
         self.num_loaded = 0
         self.reset()

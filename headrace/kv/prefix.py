@@ -34,11 +34,10 @@ class Node:
     def __init__(self, parent: "Node | None", num_groups: int) -> None:
         self.parent = parent
         self.blocks = [NULL_BLOCK] * num_groups
-        """By group; `NULL_BLOCK` if evicted."""
+        """Block of each group; `NULL_BLOCK` if evicted."""
         self.host_blocks = [NULL_BLOCK] * num_groups
-        """By group; `NULL_BLOCK` without a copy."""
+        """Host copy in each group; `NULL_BLOCK` without a copy."""
         self.depth: int = parent.depth + 1 if parent else 0
-        """Blocks on the path."""
 
     def has_kv(self, with_host: bool) -> list[bool]:
         """Whether each group has a block or, `with_host`, a host copy."""
@@ -52,7 +51,7 @@ class Hit(NamedTuple):
     node: Node | None
     """Last node; None without a cache."""
     blocks: list[list[int]]
-    """By group; null outside a window, or with only a host copy."""
+    """Blocks of each group; null outside a window, or with only a host copy."""
     num_tokens: int
 
 

@@ -24,7 +24,7 @@ class WindowPool(BlockPool):
         self._window = window
         self._max_rows = max_rows
         self._max_blocks = self._max_span(max_rows)
-        """Blocks of a table, without the sinks."""
+        """Max blocks of a table at once, without the sinks."""
 
     @property
     def num_available(self) -> int:

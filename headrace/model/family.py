@@ -28,7 +28,7 @@ class TensorSource:
     """The stored tensor, or the part of one, that becomes a tensor of ours."""
 
     name: str
-    """With `{}` for each index."""
+    """Name in the file, with `{}` for each index."""
     rows: Callable[[ModelSpec, Indices], Rows] | None = None
     """The stored row (or vector entry) of each of our rows."""
     transposed: bool = False
@@ -46,9 +46,9 @@ class Layout:
     architectures: tuple[str, ...]
     """Names of the family, the most common first."""
     tensors: Mapping[str, TensorSource]
-    """By our names, with `{}` for each index."""
+    """Sources by our names, with `{}` for each index."""
     alternatives: tuple[Mapping[str, TensorSource], ...] = ()
-    """For files that contain any of these names (in layer 0)."""
+    """Sources for files that contain any of these names (in layer 0)."""
     ignored: tuple[str, ...] = ()
     """Ends of names of derived tensors."""
     layer_prefix: str = ""

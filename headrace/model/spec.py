@@ -37,7 +37,7 @@ class RopeSpec:
     factors: tuple[float, ...] = ()
     """Divisors of the frequencies; with `longrope`, for short contexts."""
     long_factors: tuple[float, ...] = ()
-    """Beyond `original_context`."""
+    """Divisors for contexts beyond `original_context`."""
 
 
 @frozen
@@ -75,7 +75,7 @@ class MlaSpec:
     kv_rank: int
     """Size of the latent row."""
     value_dim: int
-    """Of a head."""
+    """Size of the value of a head."""
     query_rank: int = 0
     """Size of the latent row of queries; 0: none."""
     norm_eps: float = 1e-6
@@ -106,9 +106,9 @@ class ModelSpec:
     windows: tuple[int, ...] = ()
     """Sliding window of each layer, with the row itself; 0: none."""
     window_rope: RopeSpec | None = None
-    """For layers with a window, if it differs."""
+    """Rotary embedding of layers with a window, if it differs."""
     rotated: tuple[bool, ...] = ()
-    """By layer; empty: all."""
+    """Whether each layer rotates; empty: all."""
     alibi_bias: float = 0.0
     """Exponent of the steepest slope; 0: no ALiBi."""
     learned_positions: int = 0
@@ -116,7 +116,9 @@ class ModelSpec:
     norm: NormKind = "rms"
     norm_bias: bool = False
     qk_norm: Literal["none", "head", "heads", "row"] = "none"
-    """By `head` with a shared weight, `heads` with a weight each, or `row`."""
+    """Norm of queries and keys: by `head` with a shared weight, `heads` with a weight each, or
+    `row`.
+    """
     activation: Activation = "silu"
     gated_mlp: bool = True
     tied_embeddings: bool = False
@@ -128,7 +130,7 @@ class ModelSpec:
 
     embedding_scale: float = 1.0
     attention_scale: float = 0.0
-    """0: 1 / sqrt(head_dim)."""
+    """Factor of scores; 0: 1 / sqrt(head_dim)."""
     attention_softcap: float = 0.0
     residual_scale: float = 1.0
     """Factor of results that are added to the residual stream."""
@@ -139,7 +141,7 @@ class ModelSpec:
     """`head_dim` then is the size of a query."""
     embedding_norm: bool = False
     block: Literal["sequential", "parallel", "parallel_two_norms"] = "sequential"
-    """In families with several (`by_spec`)."""
+    """Block of each layer, in families with several (`by_spec`)."""
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0

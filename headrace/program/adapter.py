@@ -21,7 +21,7 @@ class LowRank(NamedTuple):
 
 
 Adapter = Mapping[str, LowRank]
-"""By the name of the adapted weight."""
+"""Low-rank matrices by the name of the adapted weight."""
 
 
 def adapted(program: Program, adapter: Adapter) -> Program:

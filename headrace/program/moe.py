@@ -30,7 +30,7 @@ class Route(Op):
     bias: Weight | None = None
 
     def flops(self, step: StepSize) -> int:
-        """Comparisons do not count."""
+        """Number of operations; comparisons do not count."""
         scores = {"softmax": 5, "sigmoid": 3}[self.scoring] + (self.bias is not None)
         sums = 2 * self.groups if self.groups > 1 and self.scoring == "sigmoid" else 0
         weights = (1 + 2 * self.normalised) * self.top_k

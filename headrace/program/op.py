@@ -56,7 +56,7 @@ class Weight:
     rows: int
     cols: int
     nbytes: int
-    """In the file, or in the backend's memory after lowering."""
+    """Bytes in the file, or in the backend's memory after lowering."""
     kind: Kind = "f32"
 
 

@@ -42,9 +42,7 @@ class Program:
     logits: Value | None
     """None before the last pipeline stage."""
     hidden: Value | None = None
-    """Rows before the head (`with_hidden`)."""
     pooled: Value | None = None
-    """Pooled rows after the last norm (`with_pooled`)."""
     shared_kv_groups: tuple[KvGroup, ...] | None = None
     """KV groups of the whole model, in the program of a rank."""
 
@@ -123,7 +121,7 @@ class Program:
 
     @property
     def weight_bytes(self) -> int:
-        """Each weight counts once."""
+        """Bytes of all weights, each counted once."""
         return sum(weight.nbytes for weight in self.weights.values())
 
     def with_weights(self, new: Mapping[str, Weight]) -> "Program":

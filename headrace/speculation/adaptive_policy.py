@@ -18,11 +18,11 @@ from headrace.speculation.step_cost import StepCost
 _MAX_PROBE_SHARE, _MIN_PROBE_SHARE = 0.05, 0.0025
 """Shares of a sequence's time for one proposer, at first and at last."""
 _MAX_PAUSE = 0.1
-"""Seconds."""
+"""Longest pause in seconds."""
 _CHEAP_FIRST_CALL = 0.01
 """Price per known token up to which a new sequence gets its first call, in plain tokens."""
 _PROBE_STEPS = 6
-"""For a proposer that learns only from rows that run."""
+"""Steps of a probe, for a proposer that learns only from rows that run."""
 _PROBE_NODES = 4
 _MIN_PLAIN_STEPS = 2
 _PLAIN_EVERY = 32
@@ -38,7 +38,7 @@ class _SequenceState:
     num_failed: int = 0
     probe_share: float = _MAX_PROBE_SHARE
     next_probe: float = 0.0
-    """Seconds of steps, as `AdaptivePolicy._now`."""
+    """Seconds on the clock `AdaptivePolicy._now`."""
 
 
 @dataclass
@@ -67,9 +67,9 @@ class AdaptivePolicy:
         self._is_plain = True
         self._num_drafting = 0
         self._pause_end = 0.0
-        """As `_now`."""
+        """Seconds on the clock `_now`."""
         self._next_calls: dict[tuple[str, tuple[int, int]], float] = {}
-        """As `_now`, by proposer and `seq_id`."""
+        """Seconds on the clock `_now`, by proposer and `seq_id`."""
 
     @property
     def pause_seconds(self) -> float:

@@ -18,7 +18,7 @@ from headrace.speculation.proposers.trees import prune
 from headrace.speculation.step_cost import StepCost
 
 _RECORD_EVERY = 0.05
-"""Seconds, while speculation pauses."""
+"""Interval in seconds while speculation pauses."""
 
 
 class ScheduledView(Protocol):
@@ -86,7 +86,7 @@ class SpeculationManager:
             AdaptivePolicy(traits) if config.adaptive_speculation else FixedPolicy()
         )
         self._costs: defaultdict[int, StepCost] = defaultdict(StepCost)
-        """By bit length of the number of sequences: rows over more contexts take longer."""
+        """Costs by bit length of the number of sequences: rows over more contexts take longer."""
         self._clock = clock
         self._last_record = 0.0
 

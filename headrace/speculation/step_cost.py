@@ -5,13 +5,13 @@ from math import exp, log, log2
 
 _KNOTS_PER_DOUBLING = 2
 _LAST_KNOT = 12 * _KNOTS_PER_DOUBLING
-"""At 4096 rows; larger steps count as 4096."""
+"""Knot at 4096 rows; larger steps count as 4096."""
 _DEFAULT_ROW_TIME = 0.1
-"""Relative to the fixed part of a step."""
+"""Row time relative to the fixed part of a step."""
 _MAX_ERROR = 0.5
-"""Logarithm. A larger error comes from another process."""
+"""Logarithm of an error; a larger one comes from another process."""
 _MAX_FIRST_ERROR = 2.0
-"""Logarithm, at a knot without a measurement."""
+"""Logarithm of an error at a knot without a measurement."""
 _SCALE_RATE = 0.2
 """Share of an error that moves the scale."""
 _MAX_SCALE_CHANGE = 0.02
@@ -30,7 +30,7 @@ class StepCost:
 
     def __init__(self) -> None:
         self._scale: float | None = None
-        """Logarithm."""
+        """Logarithm of the scale."""
         self._shape: dict[int, float] = {}
         self._measured: list[int] = []
         self._visits = [0.0] * (_LAST_KNOT + 1)

@@ -154,7 +154,7 @@ class CpuExecutable:
         self.pool = self.plan.pool
         self._number = 0  # of the program in the plan
         self._views: dict[tuple[int, int], Floats] = {}
-        """By buffer and number of rows. Making a view takes as long as drawing a token."""
+        """Views by buffer and number of rows: making a view takes as long as drawing a token."""
         self._results: list[LogitOpResult] = []  # of the last launch
         self._fill_plan(weights, None)
 

@@ -76,7 +76,7 @@ class Lowering:
         self.vectors: dict[str, int] = earlier.vectors if earlier else {}
         self.buffers: dict[int, int] = {}  # by id of a value that is still read
         self.packed_values: dict[tuple[int, tuple[int, ...]], Value] = {}
-        """By id and column order."""
+        """Packed values by id and column order."""
         self.angles: dict[tuple[int, int], int] = {}
         """Buffers by id and head size; no other value reuses them."""
         self.free: dict[_Shape, list[int]] = {}

@@ -33,7 +33,7 @@ class DraftModel:
     executable: Executable
     kv: KvManager
     max_length: int
-    """Tokens."""
+    """Length in tokens."""
 
 
 @frozen

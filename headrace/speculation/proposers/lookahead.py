@@ -18,7 +18,7 @@ _LEVELS = 2
 _MAX_COLUMNS = 5
 _MAX_NGRAMS = 3
 _MAX_FIRST_TOKENS = 2048
-"""In the pool of a sequence; the least recently used is dropped first."""
+"""First tokens in the pool of a sequence; the least recently used is dropped first."""
 
 
 class LookaheadProposer:

@@ -11,12 +11,12 @@ from headrace.speculation.proposers.trees import merge
 
 _SIZES = (8, 4, 2)
 _MAX_PLACES = 4
-"""The latest for each run."""
+"""Latest places of each run."""
 _MAX_CANDIDATES = 3
 _MAX_MATCH = 16
 """Tokens; longer matches count as this long."""
 _ACCEPTANCE = (0.5, 0.75, 0.85, 0.95)
-"""For matches of 2, 4, 8 and 16 tokens, a little below the measured 0.59, 0.82, 0.89, 0.96
+"""Rates for matches of 2, 4, 8 and 16 tokens, a little below the measured 0.59, 0.82, 0.89, 0.96
 (`benchmarks/acceptance.py`).
 """
 _MAX_RUNS = 1 << 15
@@ -88,7 +88,7 @@ class _Runs:
         self.size = size
         self._last: dict[bytes, int] = {}
         self._before = array("i", [-1]) * size
-        """By place; -1: none."""
+        """Previous place of the same run, by place; -1: none."""
 
     def extend(self, known: list[int], length: int) -> None:
         last, before = self._last, self._before

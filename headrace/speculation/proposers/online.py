@@ -14,9 +14,9 @@ from headrace.speculation.proposers.trees import merge
 
 _SIZES = (8, 4, 2)
 _ACCEPTANCE = (0.5, 0.75, 0.85)
-"""After runs of 2, 4 and 8 tokens; measured 0.49, 0.75, 0.88 (`benchmarks/acceptance.py`)."""
+"""Rates after runs of 2, 4 and 8 tokens; measured 0.49, 0.75, 0.88 (`benchmarks/acceptance.py`)."""
 _MAX_FOLLOWERS = 2
-"""The latest for each run."""
+"""Latest followers of each run."""
 
 
 class OnlineProposer:
