@@ -69,7 +69,6 @@ class BeamSearch:
         results: Sequence[LogitOpResult],
         logits: NDArray[np.float32] | None,
     ) -> list[tuple[AnySequence, Commit | None]]:
-        """Return the beams with one more token each; an empty list ends the search."""
         count = self.width + self.num_end_ids
         while None not in results:
             candidates = self._candidates(cast(Sequence[Ranked], results))
@@ -86,9 +85,6 @@ class BeamSearch:
         return [(seq, None) for seq in seqs]
 
     def outputs(self, outputs: list[AnyOutput]) -> list[AnyOutput]:
-        """Return the best `num_results` outputs once all beams have ended; before that an empty
-        list.
-        """
         if any(output.finish_reason is None for output in outputs):
             return []
         cut_short = list(map(self._hypothesis, outputs, self.totals))

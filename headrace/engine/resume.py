@@ -1,4 +1,4 @@
-"""Creates the sequences of a request, new or resumed."""
+"""Creates new or resumed sequences of a request."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Lists

@@ -51,7 +51,6 @@ class Scheduler:
         self._cache = self._new_cache()
         self._num_steps = 0
         self._dropped = set[Sequence]()
-        """Dropped sequences whose blocks launched steps still use."""
 
     # Requests
 

@@ -101,7 +101,6 @@ class Request:
 
     @property
     def width(self) -> int:
-        """Number of sequences after the prompt."""
         return self.params.beam_width or self.params.n
 
     def new_updates(self) -> list[Update]:
@@ -150,11 +149,10 @@ class Sequence:
     """Request and index in it. The index of a beam is its rank."""
     request: Request
     known: list[int]
-    """Tokens of prompt and output."""
     sampler: SamplerState
     output: Output
     fork_at: int
-    """Number of tokens shared with the siblings."""
+    """Number of tokens shared with the siblings, which fork off then."""
     siblings: list["Sequence"] = field(default_factory=list)
     computed: int = 0
     """Tokens that have KV once all launched steps have run."""
@@ -204,7 +202,7 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """0 only for embedded prompts."""
+        """Number of tokens without KV; 0 only for embedded prompts."""
         return len(self.known) + self.num_pending - self.computed
 
     @property
@@ -261,7 +259,7 @@ class Sequence:
 
     @property
     def num_logprobs(self) -> int:
-        """Top log-probabilities with each token's own; -1: none."""
+        """Number of top log-probabilities; -1: not even the token's own."""
         num_logprobs = self.request.params.logprobs
         return -1 if num_logprobs is None else num_logprobs
 

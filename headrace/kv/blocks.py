@@ -196,7 +196,6 @@ class BlockPool:
         return moves
 
     def trim(self, table: Table, computed: int) -> None:
-        """Release the blocks after the first `computed` slots."""
         num_blocks = self.blocks_for(computed)
         while len(table) > num_blocks:
             block = table.pop()
@@ -242,7 +241,6 @@ class BlockPool:
         return table[index]
 
     def replace(self, table: Table, index: int, block: int) -> None:
-        """Replace a block by a cached block with the same content."""
         self._touch(block)
         self._release(table[index])
         table[index] = block

@@ -92,11 +92,9 @@ class KvManager:
         ]
 
     def fork(self, tables: Tables) -> Tables:
-        """Return second tables of the same blocks."""
         return tuple(pool.fork(table) for pool, table in zip(self.pools, tables, strict=True))
 
     def share(self, tables: Tables, blocks: Sequence[Sequence[int]]) -> None:
-        """Append cached blocks and null blocks to empty tables."""
         for pool, table, group_blocks in zip(self.pools, tables, blocks, strict=True):
             pool.share(table, group_blocks)
 

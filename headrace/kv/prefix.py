@@ -49,7 +49,6 @@ class Node:
 
 class Hit(NamedTuple):
     node: Node | None
-    """Last node; None without a cache."""
     blocks: list[list[int]]
     """Blocks of each group; null outside a window, or with only a host copy."""
     num_tokens: int

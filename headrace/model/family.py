@@ -36,7 +36,6 @@ class TensorSource:
     slab: Callable[[ModelSpec, Indices], Rows] | None = None
     """The stored rows of our matrix in a stack of transposed ones; `rows` applies later."""
     offset: float = 0.0
-    """Added to each number of a vector."""
 
 
 @frozen(eq=False, kw_only=True)
@@ -44,7 +43,6 @@ class Layout:
     """The names and tensors of a family in one kind of file."""
 
     architectures: tuple[str, ...]
-    """Names of the family, the most common first."""
     tensors: Mapping[str, TensorSource]
     """Sources by our names, with `{}` for each index."""
     alternatives: tuple[Mapping[str, TensorSource], ...] = ()

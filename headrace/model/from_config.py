@@ -26,7 +26,6 @@ TENSORS = weights(
         "down": "mlp.down_proj",
     },
 )
-"""Names of Llama and most families."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "alibi": (False,),
@@ -100,8 +99,8 @@ def decoder_spec(
 ) -> ModelSpec:
     """The specification of a plain decoder without biases.
 
-    Keyword arguments are defaults. A family reads its own rotary embedding (`rope`), and other
-    fields (`computed`).
+    Keyword arguments are defaults. A family may pass its own rotary embedding as `rope`, and
+    further fields that it reads as `computed`.
 
     Raises UnsupportedModelError for a field that changes the numbers and is not computed, and
     FormatError for a missing or malformed field.

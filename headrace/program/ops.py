@@ -1,8 +1,8 @@
 """The ops of a program: their equations over row matrices, weights and costs.
 
 Costs are lower bounds. `flops` counts two for each multiply-add of an op with products, else one
-for each operation on a number. `bytes` counts weights once, and the keys and values that a
-sequence's rows see once.
+for each operation on a number. `bytes` counts each weight once, the KV that the op writes, and
+once the KV that a sequence's rows see.
 """
 
 from typing import Literal
@@ -148,7 +148,7 @@ class LinearActivate(Op):
 class HeadLinear(Op):
     """out[t, head] = x[t, head] @ heads[head].T; x may have one head that all share.
 
-    DeepSeek-V2 (2024) so computes keys and values, or in its absorbed form queries.
+    DeepSeek-V2 (2024) computes keys and values in this way, or queries in its absorbed form.
     """
 
     out: Value

@@ -19,8 +19,8 @@ class Guard:
     """Calls a proposer; a call that fails or returns no valid draft trees gives no draft.
 
     Python cannot stop a thread, so a call beyond the time limit is abandoned, and the proposer is
-    retired. The call may still read the engine's state but never changes it. A proposer in the
-    engine's thread is retired after its call. `clock` returns seconds.
+    retired. The call may still read the engine's state but never changes it. In the engine's
+    thread the call runs to its end. `clock` returns seconds.
     """
 
     def __init__(

@@ -59,7 +59,6 @@ class StepDrafts(Generic[Item]):
     candidates: dict[Item, list[DraftCandidate]] = field(default_factory=dict)
     """All drafts, whether or not they run."""
     methods: dict[Item, str] = field(default_factory=dict)
-    """Proposer of the draft that runs."""
 
 
 class SpeculationManager:

@@ -76,7 +76,6 @@ class Lowering:
         self.vectors: dict[str, int] = earlier.vectors if earlier else {}
         self.buffers: dict[int, int] = {}  # by id of a value that is still read
         self.packed_values: dict[tuple[int, tuple[int, ...]], Value] = {}
-        """Packed values by id and column order."""
         self.angles: dict[tuple[int, int], int] = {}
         """Buffers by id and head size; no other value reuses them."""
         self.free: dict[_Shape, list[int]] = {}

@@ -28,8 +28,6 @@ class Memory(Protocol):
 
 
 class Step:
-    """The batch, and a matrix for each value so far."""
-
     def __init__(self, memory: Memory, batch: RaggedBatch) -> None:
         self.memory = memory
         self.batch = batch
@@ -176,7 +174,6 @@ def _heads(x: Floats, num_heads: int, dim: int) -> list[Floats]:
 
 
 def rotate(x: Floats, angles: Floats, head_dim: int) -> Floats:
-    """Rotate the first pairs (2i, 2i + 1) of each head by the row's angles."""
     half = angles.shape[1] // 2
     cos, sin = angles[:, None, :half], angles[:, None, half:]
     heads = x.reshape(len(x), -1, head_dim).copy()
@@ -296,7 +293,6 @@ def _route(s: Step, op: moe.Route) -> Floats:
 
 
 def _mask_groups(ranking: Floats, op: moe.Route) -> Floats:
-    """The ranking, with -inf outside the row's best groups."""
     group_size = op.x.width // op.groups
     ascending = np.sort(ranking.reshape(-1, op.groups, group_size), axis=2)
     num_best = 1 if op.scoring == "softmax" else 2

@@ -24,7 +24,6 @@ class Chain:
 
     run: TokenRun
     seq_index: int
-    """Selects the noise."""
     sampler: SamplerState
     position: int
     budget: int
