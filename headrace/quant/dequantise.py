@@ -206,14 +206,16 @@ def _scales_and_minima(blocks: Bytes) -> tuple[BlockScales, BlockScales]:
 def q4_k(blocks: Bytes) -> BlockCodes:
     """4 bits, 6-bit scales and minima of 32 values."""
     codes = fields(blocks[:, 16:].reshape(-1, 4, 32), (0, 4), 15).reshape(-1, 8, 32)
-    return BlockCodes(codes, *_scales_and_minima(blocks))
+    scales, minima = _scales_and_minima(blocks)
+    return BlockCodes(codes, scales, minima)
 
 
 def q5_k(blocks: Bytes) -> BlockCodes:
     """5 bits, 6-bit scales and minima of 32 values."""
     low = fields(blocks[:, 48:].reshape(-1, 4, 32), (0, 4), 15).reshape(-1, 8, 32)
     fifth = fields(blocks[:, 16:48], tuple(range(8)), 1)
-    return BlockCodes(low | (fifth << np.uint8(4)), *_scales_and_minima(blocks))
+    scales, minima = _scales_and_minima(blocks)
+    return BlockCodes(low | (fifth << np.uint8(4)), scales, minima)
 
 
 def q6_k(blocks: Bytes) -> BlockCodes:

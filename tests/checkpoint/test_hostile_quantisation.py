@@ -48,18 +48,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {
     ),
 }
 TYPES = [
-    *(
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.bool,
-    ),
-    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e8m0fnu,
 ]
 
 

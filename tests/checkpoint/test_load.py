@@ -212,12 +212,16 @@ class TestHuggingFace:
                 "finetuned": True,
             }
         }
-        assert spec_of(tmp_path, old).rope == RopeSpec(16, 10000.0, "yarn", 4.0, 32)
+        assert spec_of(tmp_path, old).rope == RopeSpec(
+            dim=16, theta=10000.0, scaling="yarn", factor=4.0, original_context=32
+        )
         attach = {
             "rope_scaling": {"rope_type": "yarn", "factor": None},
             "original_max_position_embeddings": 512,
         }
-        assert spec_of(tmp_path, attach).rope == RopeSpec(16, 10000.0, "yarn", 4.0, 512)
+        assert spec_of(tmp_path, attach).rope == RopeSpec(
+            dim=16, theta=10000.0, scaling="yarn", factor=4.0, original_context=512
+        )
 
     def test_defaults_are_those_of_transformers(self, tmp_path: Path) -> None:
         for architecture, family in (

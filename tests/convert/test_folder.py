@@ -23,17 +23,21 @@ from tests.families import save_model
 from tests.llama_cpp import fixtures
 
 FORMATS = [
-    *("int2-g32", "int3-g32", "int4-g32", "int8-g32", "int3-row", "int8-row", "int4-g16"),
-    *(
-        "int2-g32-asym",
-        "int3-g32-asym",
-        "int4-row-asym",
-        "int8-g32-asym",
-        "w8a8",
-        "llm-int8",
-        "e4m3-row",
-        "e4m3-g32",
-    ),
+    "int2-g32",
+    "int3-g32",
+    "int4-g32",
+    "int8-g32",
+    "int3-row",
+    "int8-row",
+    "int4-g16",
+    "int2-g32-asym",
+    "int3-g32-asym",
+    "int4-row-asym",
+    "int8-g32-asym",
+    "w8a8",
+    "llm-int8",
+    "e4m3-row",
+    "e4m3-g32",
 ]
 OTHERS = {
     "tokenizer.json": "{}",

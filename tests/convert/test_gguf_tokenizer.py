@@ -53,7 +53,13 @@ def save(
     text = backend if isinstance(backend, str) else backend.to_str()
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return Checkpoint(folder, replace(SPEC, vocab_size=vocab_size), {}, None, folder)
+    return Checkpoint(
+        path=folder,
+        spec=replace(SPEC, vocab_size=vocab_size),
+        tensors={},
+        chat_template=None,
+        tokenizer_source=folder,
+    )
 
 
 def again(checkpoint: Checkpoint) -> tuple[dict[str, Any], Tokenizer]:

@@ -42,18 +42,16 @@ _EXTRA: list[Any] = [
         "normalized": True,
         "special": True,
     },
-    *(
-        "ByteLevel",
-        "Metaspace",
-        "NFKC",
-        "Strip",
-        "BertPreTokenizer",
-        "Digits",
-        "ByteFallback",
-        "Fuse",
-        "always",
-        "MergedWithPrevious",
-    ),
+    "ByteLevel",
+    "Metaspace",
+    "NFKC",
+    "Strip",
+    "BertPreTokenizer",
+    "Digits",
+    "ByteFallback",
+    "Fuse",
+    "always",
+    "MergedWithPrevious",
 ]
 
 

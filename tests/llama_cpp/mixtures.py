@@ -36,18 +36,18 @@ class Model(NamedTuple):
 
 
 MODELS = {
-    "llama": Model("llama3-gqa", 20, 8, 2, 256),
-    "llama-tied": Model("llama3-gqa", 32, 8, 8, 256, tied=True),
-    "llama-70b": Model("llama3-gqa", 80, 8, 1, 256),
-    "narrow": Model("qwen2", 17, 4, 2, 320),
-    "odd": Model("qwen2", 8, 4, 2, 40, tied=True),
-    "mixtral": Model("mixtral", 33, 8, 2, 256, experts=8),
-    "qwen3-moe": Model("qwen3-moe", 16, 8, 4, 512, experts=4),
-    "deepseek": Model("deepseek-v2", 12, 4, 4, 256, experts=4),
-    "gpt2": Model("gpt2", 24, 4, 4, 256, tied=True),
-    "phi3": Model("phi3-longrope", 40, 4, 4, 256),
-    "falcon": Model("falcon-7b", 32, 8, 1, 256),
-    "gpt-oss": Model("gpt-oss", 24, 8, 2, 96, experts=4),
+    "llama": Model(file="llama3-gqa", layers=20, heads=8, kv_heads=2, cols=256),
+    "llama-tied": Model(file="llama3-gqa", layers=32, heads=8, kv_heads=8, cols=256, tied=True),
+    "llama-70b": Model(file="llama3-gqa", layers=80, heads=8, kv_heads=1, cols=256),
+    "narrow": Model(file="qwen2", layers=17, heads=4, kv_heads=2, cols=320),
+    "odd": Model(file="qwen2", layers=8, heads=4, kv_heads=2, cols=40, tied=True),
+    "mixtral": Model(file="mixtral", layers=33, heads=8, kv_heads=2, cols=256, experts=8),
+    "qwen3-moe": Model(file="qwen3-moe", layers=16, heads=8, kv_heads=4, cols=512, experts=4),
+    "deepseek": Model(file="deepseek-v2", layers=12, heads=4, kv_heads=4, cols=256, experts=4),
+    "gpt2": Model(file="gpt2", layers=24, heads=4, kv_heads=4, cols=256, tied=True),
+    "phi3": Model(file="phi3-longrope", layers=40, heads=4, kv_heads=4, cols=256),
+    "falcon": Model(file="falcon-7b", layers=32, heads=8, kv_heads=1, cols=256),
+    "gpt-oss": Model(file="gpt-oss", layers=24, heads=8, kv_heads=2, cols=96, experts=4),
 }
 
 

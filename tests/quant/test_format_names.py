@@ -9,7 +9,7 @@ from headrace.quant.spec import QuantSpec
 NAMES = {
     "int4-g128": QuantSpec(4, 128),
     "int4": QuantSpec(4, 128),
-    "int2-g16-asym": QuantSpec(2, 16, "f16", "point", "u8"),
+    "int2-g16-asym": QuantSpec(bits=2, group=16, scale="f16", zero="point", zero_type="u8"),
     "int8-row": QuantSpec(8, 0),
     "nf4": QuantSpec(4, 64, "f32", codebook="nf4"),
     "iq4_nl": QuantSpec(4, 32, codebook="iq4_nl"),

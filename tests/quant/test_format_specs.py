@@ -106,7 +106,7 @@ def test_zero_points_are_needed(bits: int, zero: Any, zero_type: Any, seed: int)
     """
     rng = np.random.default_rng(seed)
     weights = (rng.uniform(-1, 0.05, (4, 128)) * np.exp(rng.normal(size=(4, 1)))).astype(np.float32)
-    spec = QuantSpec(bits, 32, "f32", zero, zero_type)
+    spec = QuantSpec(bits=bits, group=32, scale="f32", zero=zero, zero_type=zero_type)
     rows = round_to_nearest(weights, spec, clip=False)
     assert rows.zeros is not None
     bound = np.repeat(rows.scales, 32, axis=1) * (1.0 if zero == "point" else 0.5) + 1e-3 * np.abs(

@@ -192,11 +192,11 @@ def grouped_values(parts: Parts, rows: Rows) -> Floats:
 
 class TestParts:
     GROUPED = Format(
-        "GROUPED",
-        4,
-        4,
-        grouped_values,
-        {
+        name="GROUPED",
+        block=4,
+        nbytes=4,
+        values=grouped_values,
+        parts={
             "codes": TensorPart("u1"),
             "group_scales": TensorPart("f2"),
             "group_of_column": TensorPart("i4", by_row=False),

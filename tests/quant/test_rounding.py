@@ -85,7 +85,10 @@ def test_a_scale_around_the_middle_with_a_minimum_is_caught() -> None:
     off by half a range.
     """
     weights = weights_of(5, 4, 128)
-    symmetric, minimum = QuantSpec(4, 32), QuantSpec(4, 32, "f16", "minimum", "f32")
+    symmetric, minimum = (
+        QuantSpec(4, 32),
+        QuantSpec(bits=4, group=32, scale="f16", zero="minimum", zero_type="f32"),
+    )
     right = np.abs(dequantise_rows(minimum, round_to_nearest(weights, minimum)) - weights).max()
     rows = round_to_nearest(weights, minimum)
     wrong = rows._replace(codes=round_to_nearest(weights, symmetric).codes)
