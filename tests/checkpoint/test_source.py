@@ -194,7 +194,7 @@ class TestWheels:
 import os, subprocess, sys
 from headrace.checkpoint import download
 from headrace.cli import signals
-signals.raise_when_ended()
+signals.raise_on_signal()
 download._PIP = download._PIP.partition("sys.argv")[0] + "import time; time.sleep(60)"
 class Popen(subprocess.Popen):
     def __init__(self, *args, **options):
