@@ -87,7 +87,8 @@ class PromptReader:
             return self._tokenize(prompt, add_special=add_special)
         if not isinstance(prompt, Mapping):
             raise RequestError(
-                f"a prompt must be text or a dictionary, not {type(prompt).__name__}"
+                f"a prompt must be text or a dictionary, not {type(prompt).__name__}: "
+                "pass token ids as {'prompt_token_ids': [...]}"
             )
         check_names("key of a prompt", prompt, ("prompt", "prompt_token_ids"))
         text = prompt.get("prompt")

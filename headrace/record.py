@@ -106,7 +106,9 @@ def _repr(self: Any) -> str:
 
 
 def _refuse_to_set(self: object, name: str, value: object) -> NoReturn:
-    raise FrozenInstanceError(f"cannot assign to field {name!r}")
+    raise FrozenInstanceError(
+        f"cannot assign to field {name!r}; dataclasses.replace makes a changed copy"
+    )
 
 
 def _refuse_to_delete(self: object, name: str) -> NoReturn:

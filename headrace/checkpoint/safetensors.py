@@ -123,7 +123,7 @@ def _parse_header(header: bytes, file_name: str) -> dict[str, _Entry]:
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{file_name}: the header is not valid: {error}") from error
     if not isinstance(parsed, dict):
-        raise FormatError(f"{file_name}: the header is not a JSON object")
+        raise FormatError(f"{file_name}: the header is not a JSON object; download it again")
     parsed.pop("__metadata__", None)
     return {name: _entry(value, name, file_name) for name, value in parsed.items()}
 

@@ -109,7 +109,8 @@ def render(template: str, names: dict[str, Any]) -> str:
             if size > _MAX_OUTPUT:
                 raise _Refusal(
                     "messages",
-                    f"the chat template's output is longer than {_MAX_OUTPUT:,} characters",
+                    f"the chat template's output is longer than {_MAX_OUTPUT:,} characters; "
+                    "shorten the conversation",
                 )
             parts.append(part)
     except (_Refusal, MemoryError):

@@ -165,7 +165,7 @@ class _Tokens:
         self._cached_encode = lru_cache(_MAX_TOKENISED)(self._encode)
 
     def __call__(self, text: str) -> list[int]:
-        """May stop at the beginning of a long text."""
+        """Return the tokens of a text; llguidance may pass a long text, whose end is left out."""
         return self._cached_encode(text[:_MAX_FORCED_CHARACTERS])
 
     def _encode(self, text: str) -> list[int]:

@@ -37,7 +37,7 @@ def size_kv(
     memory: Memory,
     block_size: int = KvConfig.block_size,
 ) -> list[KvConfig]:
-    """Return the KV size of each model: ranks of the target, then a draft model.
+    """Return one KV size per entry of `models`: each rank of the target, then the draft model.
 
     The KV groups with the widest window get `kv_blocks` blocks, or enough for
     `max_num_seqs` sequences of full length. A group with a narrower window gets the

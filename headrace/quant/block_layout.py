@@ -19,7 +19,10 @@ def in_rows(codes: Bytes) -> Bytes:
 
 
 def packed(codes: Bytes, bits: int, at: int = 0) -> Bytes:
-    """Pack codes of `bits` bits from bit `at` on: [..., codes, bytes] to [..., bytes]."""
+    """Put bits `at` to `at` + `bits` of code i at bit i * `bits` of a byte.
+
+    Codes are [..., codes, bytes], the result is [..., bytes].
+    """
     fields = (codes >> np.uint8(at)) & np.uint8((1 << bits) - 1)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[: codes.shape[-2], None]
     result: Bytes = np.bitwise_or.reduce(fields << shifts, axis=-2)

@@ -89,7 +89,9 @@ class RayDispatcher:
             if not progress.is_over:
                 raise self._lost_error(progress, "the response ended early")
         except TimeoutError:
-            raise NoReplicaError("no replica has accepted the request") from None
+            raise NoReplicaError(
+                "no replica has accepted the request; all are full or starting, retry later"
+            ) from None
         except _LOST_ERRORS as error:
             raise self._lost_error(progress, type(error).__name__) from None
         except asyncio.CancelledError:

@@ -58,7 +58,10 @@ def read_requests(path: Path) -> list[tuple[str, int]]:
 
 
 def finished_ids(path: Path) -> set[str]:
-    """Return the ids in the output and remove a partial last line. Raises RequestError."""
+    """Return the request ids in the output file, and remove a partial last line.
+
+    Raises RequestError if the file is not the output of a batch.
+    """
     finished: set[str] = set()
     if not path.exists():
         return finished

@@ -22,7 +22,7 @@ async def embeddings(http: HttpExchange, state: ServerState) -> None:
         raise ApiError(
             400,
             "unsupported_parameter",
-            "dimensions cannot be chosen for this model; leave it out",
+            "dimensions cannot be chosen for this model; leave the field out",
             param="dimensions",
         )
     pooling = PoolingParams(

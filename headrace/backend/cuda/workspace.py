@@ -28,7 +28,7 @@ class Workspace:
     def take(
         self, name: str, rows: int, width: int, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:  # [rows, width]
-        """The first rows of a tensor of this name, width and type, with arbitrary contents."""
+        """Return scratch memory [rows, width] of this type; calls with the same name share it."""
         key = f"{name} {width} {dtype}"
         tensor = self._tensors.get(key)
         if tensor is None or len(tensor) < rows:

@@ -24,7 +24,7 @@ class Store:
 
 
 class ReferenceHostBlocks:
-    """Copies of KV blocks, as for a GPU; copying counts as free."""
+    """A host tier for tests, with the interface of the GPU tier; its copies take no time."""
 
     block_seconds = 0.0
 

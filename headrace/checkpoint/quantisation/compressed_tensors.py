@@ -279,8 +279,8 @@ def _check_order(name: str, tensors: Tensors, cols: int, group: int, where: str)
     groups = plain(index)
     if not (np.array_equal(groups, np.arange(cols) // group) or (groups == -1).all()):
         raise UnsupportedModelError(
-            f"{where}: tensor {index.name} orders columns by activation, which is not supported "
-            "(actorder = group)"
+            f"{where}: tensor {index.name} orders columns by activation (actorder = group), "
+            "which is not supported; quantise the model without it"
         )
 
 

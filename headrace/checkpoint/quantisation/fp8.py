@@ -52,7 +52,8 @@ class Fp8:
             if scale is None:
                 raise FormatError(
                     f"{where}: tensor {name} is {tensor.format.name}, but "
-                    f"{name}_scale_inv and {name}_scale are missing"
+                    f"{name}_scale_inv and {name}_scale are missing; "
+                    "one of them is needed"
                 )
             scales, numbers = scales_of(scale, tensor.shape, where, block)
             result[name] = float8_matrix(tensor, scales, numbers)

@@ -189,7 +189,7 @@ def test_frequent_prompt_chunks_become_graphs(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_repeated_steps_allocate_no_memory() -> None:
-    """Graphs replay launches on the same tensors."""
+    """Graphs launch launches on the same tensors."""
     engine, _ = late_engine(LLAMA, prepared=True)
     launched = engine._loop.executable
     assert isinstance(launched, CudaExecutable)
