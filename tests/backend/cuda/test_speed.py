@@ -30,7 +30,7 @@ def test_multiply_add_kernel() -> None:
 
 
 def test_measured_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("_MAX_BYTES", 1 << 18), ("_TURNS", 1), ("_SECONDS", 1e-9)):
+    for name, value in (("_MAX_BYTES", 1 << 18), ("_REPEATS", 1), ("_SECONDS", 1e-9)):
         monkeypatch.setattr(measure, name, value)
     rates = [measure.rate(kind, 16, 64, 2) for kind in ("int8", "fp8", "bf16", "f32")]
     launches = measure.launch_seconds(2)
