@@ -22,6 +22,8 @@ CHAT: dict[str, Any] = {
     "ignore_eos": True,
 }
 LONG = CHAT | {"max_tokens": 4000}
+SLOW = LONG | {"logprobs": True, "top_logprobs": 20, "n": 4, "temperature": 1}
+"""A request that outlasts a report of figures; a fast machine generates `LONG` in 0.2 s."""
 FLAGS = ("--max-num-seqs", "8", "--max-waiting", "4", "--threads", "1", "--kv-blocks", "1024")
 
 
@@ -94,8 +96,8 @@ class TestEngineProcess:
 
     def test_keeps_its_requests_over_a_pause(self, fresh: Running) -> None:
         first = fresh.engine_pid
-        replies, threads = in_background([lambda: fresh.post("/v1/chat/completions", LONG)])
-        until(lambda: fresh.figures()["headrace_sequences_running"] == 1)
+        replies, threads = in_background([lambda: fresh.post("/v1/chat/completions", SLOW)])
+        until(lambda: fresh.figures()["headrace_sequences_running"] == 4)
         os.kill(first, signal.SIGSTOP)
         until(lambda: fresh.get("/health/ready").status == 503)
         os.kill(first, signal.SIGCONT)
