@@ -190,7 +190,7 @@ class EngineConfig:
 
     @property
     def max_chunk_rows(self) -> int:
-        """Prompt rows of a step that also decodes, plus one per decoding sequence."""
+        """Maximum prompt rows of a step that also decodes: `chunked_prefill_size`, resolved."""
         if self.chunked_prefill_size is None:
             return min(self.max_rows, self.traits.chunked_prefill_size)
         return self.chunked_prefill_size or self.max_rows

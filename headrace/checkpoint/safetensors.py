@@ -59,15 +59,14 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
             )
         if stop > len(data):
             raise FormatError(
-                f"{path.name}: the tensors end at byte {stop:,} of the data or later, but the "
-                f"file at {len(data):,}"
+                f"{path.name}: the data has {len(data):,} bytes, but tensor {name} ends at byte "
+                f"{stop:,}; the file is truncated, download it again"
             )
         tensors[name] = StoredTensor.from_bytes(name, stored, shape, data[start:stop])
         end = stop
     if end < len(data):
         raise FormatError(
-            f"{path.name}: the tensors end at byte {end:,} of the data, but the file at "
-            f"{len(data):,}"
+            f"{path.name}: the data has {len(data):,} bytes, but the tensors end at byte {end:,}"
         )
     return tensors
 

@@ -31,7 +31,7 @@ class ProfileReport:
         return f"{self.spec.name} on {self.machine.cpu}, {self.machine.at_work}"
 
     def barriers_per_layer(self, profile: PhaseProfile) -> float:
-        """Barriers of one step over the layers."""
+        """Barriers of one step, divided by the layers."""
         return profile.barriers / len(profile.phase.steps) / self.spec.num_layers
 
     def expert_loads(self) -> list[list[int]]:

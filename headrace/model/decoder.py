@@ -153,7 +153,7 @@ class Decoder:
         return self.linear(attended, f"layers.{layer}.o", self.spec.dim, self.spec.output_bias)
 
     def last_rows(self, layer: int, *values: Value) -> tuple[Value, ...]:
-        """Only the logit rows and pooled rows if this is the last layer, whose KV is written."""
+        """In the last layer, keep only the logit rows and pooled rows; elsewhere keep all rows."""
         if layer < self.spec.num_layers - 1:
             return values
         return tuple(self.g.gather_rows(value) for value in values)

@@ -97,7 +97,7 @@ def mla_rows(q: str, q_b: str, kv_a: str) -> dict[str, TensorSource]:
 def mla_heads(kv_b: str, v_b: str = "") -> dict[str, TensorSource]:
     """Latent attention: matrices of each head for a latent row.
 
-    `kv_b` has keys and values; with `v_b`, the transposed key matrices.
+    `kv_b` holds keys and values. If there is a `v_b`, `kv_b` holds the key matrices, transposed.
     """
     has_own_values = bool(v_b)
     keys = TensorSource(kv_b, partial(_head_matrix_rows, "k", has_own_values))

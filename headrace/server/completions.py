@@ -86,7 +86,7 @@ def prompt_list(prompt: str | Sequence[str | int | list[int]], param: str) -> li
     if not 1 <= len(prompt) <= MAX_PROMPTS:
         raise invalid(f"{param} must have 1 to {MAX_PROMPTS} prompts, not {len(prompt):,}", param)
     if ids:
-        raise invalid(f"{param} must not mix prompts and token ids", param)
+        raise invalid(f"{param} must not mix texts and token ids", param)
     return prompts
 
 

@@ -15,7 +15,7 @@ from headrace.server.state import ServerState, merge_streams, timeout_error
 
 
 async def embeddings(http: HttpExchange, state: ServerState) -> None:
-    """Embed texts or token ids; by default from the last token, as vectors of length 1."""
+    """Embed texts or token ids; by default from the last token, as vectors of unit norm."""
     request = await http.read(EmbeddingRequest)
     adapter = state.resolve_adapter(request.model)
     if request.dimensions is not None:

@@ -143,7 +143,7 @@ def packed_format(
     def finite_table_rows(stored: Parts, rows: Rows) -> TableRows:
         table = table_rows(stored, rows)
         if (table.codes & np.uint8(127)).max() >= limit:
-            raise ValueError(f"a number in {codebook} is not finite")
+            raise ValueError(f"a number in {codebook} is not finite; the file is damaged")
         return table
 
     parts = {"codes": TensorPart("u1"), **scales.parts}

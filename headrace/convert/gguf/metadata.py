@@ -31,7 +31,10 @@ class GgufDescription:
 
 
 def describe_model(spec: ModelSpec, tensors: Mapping[str, FileTensor]) -> GgufDescription:
-    """Raises UnsupportedModelError if the description gives another model."""
+    """Write the metadata of a model as GGUF keys.
+
+    Raises UnsupportedModelError if reading the keys back gives another model.
+    """
     layout = gguf_layout(spec.architecture)
     name = layout.architectures[0]
     rope_factors = _rope_factors(spec)
