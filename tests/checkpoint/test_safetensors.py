@@ -107,7 +107,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "a gap": (build({"a": entry([3], 4, 16)}), "expected from 0"),
     "overlap": (build({"a": entry([3], 0, 12), "b": entry([2], 8, 16)}), "tensor b"),
-    "beyond the file": (build({"a": entry([5], 0, 20)}), "the tensors end"),
+    "beyond the file": (build({"a": entry([5], 0, 20)}), "is truncated"),
     "bytes left over": (build({"a": entry([3], 0, 12)}), "the tensors end"),
 }
 
