@@ -86,8 +86,8 @@ def test_prose_rates(kind: str, habit: str, texts: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("habit", "example"),
-    zip(HABITS, ["what comes of it", "where there is a GPU", "those of the first", "beside it",
-                 "as many as fit", "begun anew", "nothing else"], strict=True),
+    list(zip(HABITS, ["what comes of it", "where there is a GPU", "those of the first", "beside it",
+                      "as many as fit", "begun anew", "nothing else"], strict=True)),
 )  # fmt: skip
 def test_prose_habits_are_found(habit: str, example: str) -> None:
     assert re.search(HABITS[habit][0], example)
