@@ -18,6 +18,7 @@ from headrace.backend_traits import KvDtype, traits_of
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.config import KvConfig
+from headrace.convert.texts import text_pieces
 from headrace.measure.describe import describe
 from headrace.model import trace_model
 from tests.backend.batches import Sequence, batch_of
@@ -29,13 +30,10 @@ _TRUTH = "reference"
 def kv_formats(bench: Bench) -> None:
     checkpoint = open_checkpoint(resolve(bench.model))
     facts = describe(bench.model)
-    ids = checkpoint.load_tokenizer().encode(
-        TEXT.read_text(), add_special=False, parse_special=False
-    )
     length, max_pieces = (48, 1) if bench.quick else (512, 8)
-    pieces = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)][
-        :max_pieces
-    ]
+    pieces = text_pieces(
+        checkpoint.load_tokenizer(), TEXT.read_text(), length, max_pieces * length, "the text"
+    )
     truth = _log_probabilities(checkpoint, "reference", "f32", pieces, bench.threads)
     formats = {
         name: _log_probabilities(checkpoint, "cpu", name, pieces, bench.threads)

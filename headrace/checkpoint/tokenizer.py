@@ -8,7 +8,7 @@ from copy import copy
 from functools import cached_property
 
 import tokenizers
-from tokenizers import decoders
+from tokenizers import decoders, models
 
 from headrace.errors import FormatError, HeadraceError, RequestError
 from headrace.record import frozen
@@ -127,6 +127,15 @@ class Tokenizer:
     @property
     def eos_token(self) -> str:
         return self._content(self.eos_id)
+
+    @cached_property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """Token ids that `encode` adds before a text, usually BOS or nothing."""
+        with library_calls("the tokenizer"):
+            # The vocabulary may lack any text, so the text is a token of another tokenizer.
+            text = tokenizers.Tokenizer(models.WordLevel({"a": 0})).encode("a")
+            encoding = self._plain.post_process(text, add_special_tokens=True)
+        return tuple(encoding.ids[: encoding.special_tokens_mask.index(0)])
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Encode `text`; `add_special` adds tokens around a prompt, usually BOS.

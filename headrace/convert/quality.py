@@ -102,13 +102,10 @@ class Scorer:
         return sequence_batch(piece, first, end, num_logits, self._blocks, self._groups)
 
 
-def split_pieces(ids: Sequence[int], length: int, tokens: int) -> list[list[int]]:
-    count = max(1, min(tokens, len(ids)) // length)
-    return [list(ids[i * length : (i + 1) * length]) for i in range(count)]
-
-
 class QualityMeter:
-    def __init__(self) -> None:
+    def __init__(self, prefix: int = 0) -> None:
+        """`prefix`: tokens of each piece that are given, and not of the text."""
+        self._first = max(0, prefix - 1)
         self._losses: list[Floats] = []
         self._divergences: list[Floats] = []
         self._num_agreed = 0
@@ -118,15 +115,16 @@ class QualityMeter:
     ) -> None:
         position = 0
         for q in predicted:
-            rows = min(len(q), len(piece) - 1 - position)
-            correct = np.asarray(piece[position + 1 : position + 1 + rows])
-            self._losses.append(-q[np.arange(rows), correct])
-            if reference is not None:
-                p = next(reference)[:rows]
-                divergences = (np.exp(p) * (p - q[:rows])).sum(axis=1, dtype=np.float64)
-                self._divergences.append(divergences.astype(np.float32))
-                self._num_agreed += int((p.argmax(axis=1) == q[:rows].argmax(axis=1)).sum())
+            scored = slice(max(0, self._first - position), len(piece) - 1 - position)
+            p = None if reference is None else next(reference)[scored]
+            correct = np.asarray(piece[position + 1 :], np.int64)[: len(q)]
             position += len(q)
+            q, correct = q[scored], correct[scored]
+            self._losses.append(-q[np.arange(len(q)), correct])
+            if p is not None:
+                divergences = (np.exp(p) * (p - q)).sum(axis=1, dtype=np.float64)
+                self._divergences.append(divergences.astype(np.float32))
+                self._num_agreed += int((p.argmax(axis=1) == q.argmax(axis=1)).sum())
 
     def quality(self) -> Quality:
         losses = np.concatenate(self._losses)

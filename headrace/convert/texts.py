@@ -1,8 +1,9 @@
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from headrace.checkpoint.load import Checkpoint
-from headrace.convert.quality import split_pieces
+from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.errors import RequestError
 
 _EVALUATION_SHARE = 4
@@ -25,12 +26,46 @@ def read_text(file: Path | None, use: TextUse) -> str:
 def calibration_pieces(
     checkpoint: Checkpoint, file: Path | None, length: int, tokens: int
 ) -> list[list[int]]:
-    """Token ids of a text in pieces. Raises RequestError if it has no tokens."""
+    """Token ids of a text in pieces. Raises RequestError as `text_pieces`."""
     text = read_text(file, "calibration")
-    ids = checkpoint.load_tokenizer().encode(text, add_special=False, parse_special=False)
-    if not ids:
-        raise RequestError(f"calibration text {str(file)!r} is empty; use a longer one")
-    return split_pieces(ids, min(length, checkpoint.spec.max_context), tokens)
+    return text_pieces(
+        checkpoint.load_tokenizer(),
+        text,
+        min(length, checkpoint.spec.max_context),
+        tokens,
+        f"calibration text {str(file)!r}",
+    )
+
+
+def text_pieces(
+    tokenizer: Tokenizer, text: str, length: int, tokens: int, name: str
+) -> list[list[int]]:
+    """Token ids of a text in pieces of `length` tokens, up to `tokens` in all.
+
+    Each piece begins with the tokens that the tokenizer adds before a text, usually BOS.
+    Raises RequestError if `name`, the text, has less than two tokens in a piece, or if the
+    added tokens leave no room.
+    """
+    prefix = tokenizer.prefix_ids
+    if len(prefix) >= length:
+        raise RequestError(
+            f"length is {length:,}, and each piece begins with {len(prefix):,} tokens of the "
+            f"tokenizer; use at least {len(prefix) + 1:,}"
+        )
+    ids = tokenizer.encode(text, add_special=False, parse_special=False)
+    if not ids or len(prefix) + len(ids) < 2:
+        count = f"{len(ids):,} token" + "s" * (len(ids) != 1)
+        raise RequestError(f"{name} has {count}; use a longer one")
+    return split_pieces(ids, length, tokens, prefix)
+
+
+def split_pieces(
+    ids: Sequence[int], length: int, tokens: int, prefix: Sequence[int] = ()
+) -> list[list[int]]:
+    """Cut `ids` into at least one piece; each begins with `prefix`, which counts as well."""
+    step = length - len(prefix)
+    count = max(1, min(tokens // length, len(ids) // step))
+    return [[*prefix, *ids[i * step : (i + 1) * step]] for i in range(count)]
 
 
 def _reference(use: TextUse) -> str:

@@ -263,7 +263,8 @@ class Run(NamedTuple):
 
 class Bench:
     def __init__(self, model: str, config: EngineConfig) -> None:
-        self._engine, _, _, self.checkpoint = load_model(model, config)
+        self._engine, _, tokenizer, self.checkpoint = load_model(model, config)
+        self._prefix = tokenizer.prefix_ids
         self._random = np.random.default_rng(config.seed)
 
     def __enter__(self) -> "Bench":
@@ -287,12 +288,14 @@ class Bench:
         engine = self._engine
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         vocab_size = self.checkpoint.spec.vocab_size
-        prompts = self._random.integers(vocab_size, size=(num_requests, prompt_len)).tolist()
+        prompts = self._random.integers(vocab_size, size=(num_requests, prompt_len))
+        prefix = self._prefix[:prompt_len]
+        prompts[:, : len(prefix)] = prefix
 
         rows: list[tuple[int, float]] = []
         rows_before, start = engine.stats().rows, perf_counter()
         tokens: dict[str, list[float]] = {
-            engine.add_request(prompt, params): [] for prompt in prompts
+            engine.add_request(prompt, params): [] for prompt in prompts.tolist()
         }
         while engine.has_work:
             updates, now = engine.step(), perf_counter() - start

@@ -11,9 +11,9 @@ from headrace.config import Activations, EngineConfig
 from headrace.convert.layer_errors import layer_errors
 from headrace.convert.matrices import Target, quantisable
 from headrace.convert.methods import METHODS, Method, prepare_model, quantise_matrices
-from headrace.convert.quality import Quality, QualityMeter, Scorer, split_pieces
+from headrace.convert.quality import Quality, QualityMeter, Scorer
 from headrace.convert.spill_file import SpillFile
-from headrace.convert.texts import calibration_pieces, read_text
+from headrace.convert.texts import calibration_pieces, read_text, text_pieces
 from headrace.errors import RequestError
 from headrace.loader.backend_choice import with_backend
 from headrace.loader.options import engine_config
@@ -91,7 +91,8 @@ def evaluate(
             float64. By default formats are compared with the model itself.
         text: path of a text; by default a part of Python's language reference.
         tokens: number of evaluated tokens.
-        length: tokens of a piece of text, each with an empty KV cache.
+        length: tokens of a piece of text, each with an empty KV cache. A piece begins with
+            the tokens that the tokenizer adds before a text, usually BOS.
         method: `rtn`, `imatrix`, `gptq`, `awq` or `smoothquant`.
         calibration_text: path of the text that the method reads.
         by_layer: also measure the relative error of each layer's output.
@@ -146,10 +147,9 @@ class _Evaluator:
 
         words = read_text(Path(text) if text else None, "evaluation")
         tokenizer = checkpoint.load_tokenizer()
-        ids = tokenizer.encode(words, add_special=False, parse_special=False)
-        if len(ids) < 2:
-            raise RequestError(f"text {str(text)!r} has {len(ids)} tokens; use a longer one")
-        self._pieces = split_pieces(ids, self._length, tokens)
+        name = f"text {str(text)!r}"
+        self._prefix = len(tokenizer.prefix_ids)
+        self._pieces = text_pieces(tokenizer, words, self._length, tokens, name)
 
     @property
     def tensors(self) -> Mapping[str, "StoredTensor"]:
@@ -175,7 +175,7 @@ class _Evaluator:
     ) -> Evaluation:
         """Score and time one set of tensors; `reference` may be empty."""
         scorer = self._scorer(self._checkpoint, tensors)
-        judge = QualityMeter()
+        judge = QualityMeter(self._prefix)
         by_reference = iter(reference) if len(reference) else None
         for piece in self._track_pieces(name):
             judge.add(piece, scorer.log_probabilities(piece), by_reference)

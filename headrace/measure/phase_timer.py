@@ -39,6 +39,7 @@ class PhaseTimer:
         self._num_groups = len(program.kv_groups)
         self._block_size = config.traits.kv_block_size
         self._vocab_size = checkpoint.spec.vocab_size
+        self._prefix = np.array(checkpoint.load_tokenizer().prefix_ids, np.int32)
         kv = KvConfig(
             num_blocks=(blocks,) * self._num_groups,
             block_size=self._block_size,
@@ -92,11 +93,15 @@ class PhaseTimer:
         row = np.arange(ends[-1], dtype=np.int32)
         positions = row - (ends - rows)[seq] + context[seq]
 
+        tokens = row * 37 % self._vocab_size
+        begins = positions < len(self._prefix)
+        tokens[begins] = self._prefix[positions[begins]]
+
         blocks = -(-int((context + rows).max()) // self._block_size)
         slots = seq * (blocks * self._block_size) + positions
         block_table = np.arange(len(rows) * blocks, dtype=np.int32).reshape(len(rows), blocks)
         return RaggedBatch(
-            tokens=row * 37 % self._vocab_size,
+            tokens=tokens,
             positions=positions,
             row_start=np.concatenate([[0], ends]).astype(np.int32),
             context_len=context,

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 
 from headrace.convert.matrices import quantisable
-from headrace.convert.quality import Quality, QualityMeter, Scorer, split_pieces
+from headrace.convert.quality import Quality, QualityMeter, Scorer
 from headrace.convert.scaling import Scalings, scaling_groups
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
@@ -64,21 +64,14 @@ def main(model: str, calibration_tokens: int = 4096, tokens: int = 1024, length:
     """Print the divergence KL of each variant."""
     from headrace.checkpoint.load import open_checkpoint
     from headrace.checkpoint.source import resolve
-    from headrace.convert.texts import read_text
+    from headrace.convert.texts import calibration_pieces, read_text, text_pieces
     from headrace.planner.host import usable_cores
 
     checkpoint = open_checkpoint(resolve(model))
     spec, tensors = checkpoint.spec, dict(checkpoint.tensors)
-    encode = checkpoint.load_tokenizer().encode
-    calibration = split_pieces(
-        encode(read_text(None, "calibration"), add_special=False, parse_special=False),
-        length,
-        calibration_tokens,
-    )
-    pieces = split_pieces(
-        encode(read_text(None, "evaluation"), add_special=False, parse_special=False),
-        length,
-        tokens,
+    calibration = calibration_pieces(checkpoint, None, length, calibration_tokens)
+    pieces = text_pieces(
+        checkpoint.load_tokenizer(), read_text(None, "evaluation"), length, tokens, "the text"
     )
     names, threads = quantisable(spec, tensors), usable_cores()
     for title, variant in (("as it is", tensors), ("with outliers", with_outliers(spec, tensors))):

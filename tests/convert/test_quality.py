@@ -11,10 +11,9 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.convert.matrices import quantisable
-from headrace.convert.quality import QualityMeter, Scorer, split_pieces
+from headrace.convert.quality import QualityMeter, Scorer
 from headrace.convert.spill_file import SpillFile
-from headrace.convert.texts import read_text
-from headrace.errors import HeadraceError, RequestError
+from headrace.errors import HeadraceError
 from headrace.quant.format_names import named_format
 from tests.convert.conversion import quantise
 from tests.families import save_model
@@ -107,23 +106,6 @@ def test_quantisable_matrices() -> None:
     result = quantise("rtn", SPEC, TENSORS, names, named_format("int4-g32"))
     assert all(result[name] is TENSORS[name] for name in TENSORS.keys() - set(names))
     assert result.keys() == TENSORS.keys()
-
-
-def test_split_pieces() -> None:
-    assert split_pieces(range(10), 4, 100) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert split_pieces(range(10), 4, 4) == [[0, 1, 2, 3]]
-    assert split_pieces(range(3), 4, 100) == [[0, 1, 2]]
-
-
-def test_calibration_and_evaluation_texts(tmp_path: Path) -> None:
-    ours, others = read_text(None, "evaluation"), read_text(None, "calibration")
-    assert 50_000 < len(ours) < len(others) and ours[:2000] not in others
-    (tmp_path / "a.txt").write_text("naïve")
-    assert read_text(tmp_path / "a.txt", "evaluation") == "naïve"
-    (tmp_path / "b.txt").write_bytes(b"\xff\xfe\xff")
-    for name in ("b.txt", "missing.txt"):
-        with pytest.raises(RequestError, match=name):
-            read_text(tmp_path / name, "evaluation")
 
 
 def test_spill_file_is_read_repeatedly() -> None:
