@@ -13,6 +13,7 @@ from headrace.checkpoint.assemble import assemble
 from headrace.checkpoint.files import find, list_names
 from headrace.checkpoint.folder import chat_template, model_name, open_folder
 from headrace.checkpoint.gguf import Metadata, read_gguf
+from headrace.checkpoint.gguf_scales import with_scales
 from headrace.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from headrace.model import FAMILIES
 from headrace.model.spec import ExpertSpec, MlaSpec, ModelSpec, RopeSpec
@@ -87,9 +88,10 @@ def _open_gguf(path: Path, is_absorbed: bool) -> Checkpoint:
         raise file.metadata.unsupported(
             "split.count", ": the file is a part of a split model; merge the parts first"
         )
-    spec = checked_spec(layout.spec(file.metadata, file.tensors), path.name)
+    stored = with_scales(file.tensors, path.name)
+    spec = checked_spec(layout.spec(file.metadata, stored), path.name)
     spec = _with_form(spec, is_absorbed)
-    tensors = assemble(spec, layout, file.tensors, path.name)
+    tensors = assemble(spec, layout, stored, path.name)
     template = file.metadata.string("tokenizer.chat_template", "") or None
     tool_template = file.metadata.string("tokenizer.chat_template.tool_use", "") or None
     return Checkpoint(
