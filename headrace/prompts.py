@@ -41,9 +41,8 @@ class TokenizedPrompt(NamedTuple):
 class PromptReader:
     """Tokenises the prompts of one model. May be used from several threads.
 
-    Plain text gets the model's first tokens (usually BOS), and control tokens spelled
-    out in it stay plain text. A rendered chat template contains its own BOS and control
-    tokens.
+    Text gets the model's first tokens (usually BOS), and names of control tokens in it become
+    these tokens; both can be switched off. A rendered chat template contains its own BOS.
     """
 
     def __init__(
@@ -77,14 +76,18 @@ class PromptReader:
             return self.read_prompt(prompt)
         return self.read_chat(prompt)
 
-    def read_prompt(self, prompt: Prompt, *, add_special: bool = True) -> TokenizedPrompt:
-        """Read text or a dictionary; `add_special` adds the model's special tokens, such as BOS.
+    def read_prompt(
+        self, prompt: Prompt, *, add_special: bool = True, parse_special: bool = True
+    ) -> TokenizedPrompt:
+        """Read text or a dictionary.
 
-        Raises RequestError if the prompt has another type, is empty, or cannot fit in
-        the context.
+        `add_special` adds the model's special tokens, such as BOS. A text that begins with BOS
+        gets no second one. `parse_special` makes control tokens of their names in the text; switch
+        it off for text that may be hostile. Raises RequestError if the prompt has another type, is
+        empty, or cannot fit in the context.
         """
         if isinstance(prompt, str):
-            return self._tokenize(prompt, add_special=add_special)
+            return self._tokenize(prompt, add_special, parse_special)
         if not isinstance(prompt, Mapping):
             raise RequestError(
                 f"a prompt must be text or a dictionary, not {type(prompt).__name__}: "
@@ -96,7 +99,7 @@ class PromptReader:
             raise RequestError(f"a prompt must be text, not {type(text).__name__}")
         if "prompt_token_ids" in prompt:
             return TokenizedPrompt(prompt["prompt_token_ids"], text)
-        return self._tokenize(text or "", add_special=add_special)
+        return self._tokenize(text or "", add_special, parse_special)
 
     def read_chat(
         self,
@@ -140,11 +143,9 @@ class PromptReader:
         )
         if continue_final_message:
             text = _cut_after_content(text, messages[-1])
-        return self._tokenize(text, rendered=True)
+        return self._tokenize(text, add_special=False, parse_special=True)
 
-    def _tokenize(
-        self, text: str, *, rendered: bool = False, add_special: bool = True
-    ) -> TokenizedPrompt:
+    def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> TokenizedPrompt:
         context = self.max_model_len
         size = len(text.encode(errors="surrogatepass"))
         if not size:
@@ -154,9 +155,11 @@ class PromptReader:
             raise RequestError(
                 f"the prompt has {size:,} bytes, more than a context of {context:,} tokens can hold"
             )
-        ids = self._tokenizer.encode(
-            text, add_special=add_special and not rendered, parse_special=rendered
-        )
+        ids = self._tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
+        bos_id = self._tokenizer.bos_id
+        if add_special and ids[:2] == [bos_id] * 2 and self._tokenizer.prefix_ids == (bos_id,):
+            # The text is a rendered conversation, which begins with its own BOS.
+            del ids[0]
         return TokenizedPrompt(ids, text)
 
     @cached_property

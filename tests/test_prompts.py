@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from headrace import LLM, SamplingParams
+from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.templates import Renderer
 from headrace.cli.session import Session
 from headrace.config import INTERACTIVE
@@ -53,7 +54,7 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tokenizer, name)
 
-    def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
         self.texts += 1
         ids: list[int] = self.tokenizer.encode(text, add_special, parse_special)
         return ids
@@ -96,18 +97,43 @@ class TestRead:
         reader = PromptReader(
             "m", tokenizer, "{{ bos_token }}{{ messages[0].content }}", Renderer(), CONTEXT
         )
-        rendered, spelt = reader.read(MESSAGES), reader.read(f"{tokenizer.bos_token}hello")
-        assert (
-            rendered == reader.read_chat(MESSAGES)
-            and rendered.text == spelt.text == f"{tokenizer.bos_token}hello"
+        rendered = reader.read(MESSAGES)
+        assert rendered == reader.read_chat(MESSAGES)
+        assert rendered.text == f"{tokenizer.bos_token}hello"
+        hello = tokenizer.encode("hello", add_special=False)
+        assert rendered.token_ids == [tokenizer.bos_id, *hello]
+
+        # The rendered text is a prompt with the same tokens, unless control tokens are text.
+        assert reader.read(rendered.text) == rendered
+        spelt = reader.read_prompt(rendered.text, parse_special=False)
+        assert tokenizer.bos_id not in spelt.token_ids[1:]
+        assert len(spelt.token_ids) > len(rendered.token_ids)
+
+    @pytest.mark.parametrize(
+        ("adds_bos", "text", "num_bos"),
+        [
+            (True, "hello", 1),
+            (True, "<|im_start|>hello", 1),
+            (True, "<|im_start|><|im_start|>hello", 2),
+            (False, "<|im_start|>hello", 1),
+            (False, "<|im_start|><|im_start|>hello", 2),
+        ],
+    )
+    def test_a_text_that_begins_with_bos_gets_no_second_one(
+        self,
+        write_gguf: Any,  # noqa: F811
+        adds_bos: bool,
+        text: str,
+        num_bos: int,
+    ) -> None:
+        change = {"tokenizer.ggml.add_bos_token": adds_bos}
+        tokenizer = open_checkpoint(write_gguf(change)).load_tokenizer()
+        reader = PromptReader("m", tokenizer, None, Renderer(), CONTEXT)
+        ids = list(reader.read_prompt(text).token_ids)
+        assert ids == [tokenizer.bos_id] * num_bos + tokenizer.encode("hello", add_special=False)
+        assert list(reader.read_prompt(text, add_special=False).token_ids) == tokenizer.encode(
+            text, add_special=False
         )
-        assert rendered.token_ids == [
-            tokenizer.bos_id,
-            *tokenizer.encode("hello", add_special=False),
-        ]
-        assert tokenizer.bos_id not in spelt.token_ids[1:] and len(spelt.token_ids) > len(
-            rendered.token_ids
-        )  # a user's text is text
 
     def test_is_conversation(self) -> None:
         assert is_conversation(MESSAGES) and is_conversation(tuple(MESSAGES))

@@ -109,7 +109,7 @@ class TinyVocabulary:
     def special_ids(self) -> frozenset[int]:
         return self.eos_ids
 
-    def encode(self, text: str, add_special: bool) -> list[int]:
+    def encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         """Encode greedily, longest pieces first."""
         data, ids = text.encode(), []
         while data:

@@ -2,31 +2,20 @@
 
 import codecs
 import re
+import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
+from itertools import groupby
+from typing import NamedTuple
 
 import tokenizers
 from tokenizers import decoders, models
 
+from headrace.checkpoint.end_tokens import end_names
 from headrace.errors import FormatError, HeadraceError, RequestError
 from headrace.record import frozen
-
-END_OF_GENERATION = frozenset(
-    {
-        "<|eot_id|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<end_of_turn>",
-        "<|endoftext|>",
-        "<|eom_id|>",
-        "<EOT>",
-        "<|end_of_text|>",
-        "</s>",
-    }
-)
-"""Control tokens that end generation in any model (llama.cpp's names)."""
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -71,6 +60,17 @@ class Vocabulary:
     bos_id: int | None = None
     eos_id: int | None = None
     end_ids: frozenset[int] = frozenset()
+    """End tokens that the files of the model name by id."""
+    has_end_list: bool = False
+    """Whether `end_ids` is complete, so that names of tokens add no ends."""
+
+
+class Segment(NamedTuple):
+    """A part of a text."""
+
+    text: str
+    parse_special: bool
+    """Whether control tokens in the part become tokens, or stay text."""
 
 
 class Tokenizer:
@@ -82,7 +82,7 @@ class Tokenizer:
             self._parsing = backend
             self._plain = _without_special_parsing(backend)
             self._added = backend.get_added_tokens_decoder()
-            self._encode("", True, True)
+            backend.encode("", add_special_tokens=True)
         self._bytes: dict[int, bytes] = {}
         self.vocabulary = vocabulary
         self.bos_id = vocabulary.bos_id
@@ -90,13 +90,8 @@ class Tokenizer:
         self.special_ids = frozenset(
             token_id for token_id, token in self._added.items() if token.special
         )
-        by_name = {
-            token_id
-            for token_id in self.special_ids
-            if self._added[token_id].content in END_OF_GENERATION
-        }
         eos = set() if self.eos_id is None else {self.eos_id}
-        self.eos_ids = vocabulary.end_ids | by_name | eos
+        self.eos_ids = vocabulary.end_ids | self._ends_by_name() | eos
 
     @cached_property
     def vocab_size(self) -> int:
@@ -137,21 +132,49 @@ class Tokenizer:
             encoding = self._plain.post_process(text, add_special_tokens=True)
         return tuple(encoding.ids[: encoding.special_tokens_mask.index(0)])
 
-    def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Encode `text`; `add_special` adds tokens around a prompt, usually BOS.
 
-        `parse_special` reads control tokens in rendered chat templates, never in user text.
-        Raises RequestError for lone surrogates, and for no tokens.
+        `parse_special` makes control tokens of their names in the text, as transformers does.
+        Without it they stay text: use that for text which may be hostile. Raises RequestError
+        for lone surrogates, and for no tokens.
         """
-        with library_calls("the tokenizer cannot encode this text", RequestError):
-            return self._encode(text, add_special, parse_special)
+        return self._encode(self._parsing if parse_special else self._plain, text, add_special)
 
-    def _encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
-        backend = self._parsing if parse_special else self._plain
-        try:
-            return backend.encode(text, add_special_tokens=add_special).ids
-        except TypeError as error:
-            raise RequestError("the text is not valid Unicode: it has lone surrogates") from error
+    def encode_segments(
+        self, segments: Iterable[tuple[str, bool]], add_special: bool = False
+    ) -> list[int]:
+        """Encode a text whose parts differ in `parse_special`; see `Segment`.
+
+        The text is split into tokens as a whole. A control token must lie in adjacent segments
+        that parse control tokens. Raises as `encode`.
+        """
+        marking, parts = self._marking, []
+        for parse_special, group in groupby(segments, key=lambda segment: bool(segment[1])):
+            text = "".join([text for text, _ in group])
+            parts.append(marking.mark(text) if parse_special else text)
+        ids = self._encode(marking.backend, "".join(parts), add_special)
+        return [marking.real_ids.get(token_id, token_id) for token_id in ids]
+
+    @cached_property
+    def _marking(self) -> "_Marking":
+        with library_calls("the tokenizer"):
+            return _Marking(self._parsing)
+
+    def _ends_by_name(self) -> frozenset[int]:
+        if self.vocabulary.has_end_list:
+            return frozenset()
+        ids = {self._added[token_id].content: token_id for token_id in self.special_ids}
+        return frozenset(ids[name] for name in end_names(ids.keys()))
+
+    def _encode(self, backend: tokenizers.Tokenizer, text: str, add_special: bool) -> list[int]:
+        with library_calls("the tokenizer cannot encode this text", RequestError):
+            try:
+                return backend.encode(text, add_special_tokens=add_special).ids
+            except TypeError as error:
+                raise RequestError(
+                    "the text is not valid Unicode: it has lone surrogates"
+                ) from error
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Decode; invalid UTF-8 becomes U+FFFD."""
@@ -218,6 +241,39 @@ class Detokeniser:
     def flush(self) -> str:
         """U+FFFD for an incomplete character, otherwise empty."""
         return self._utf8.decode(b"", final=True)
+
+
+class _Marking:
+    """A tokenizer that reads a control token only after a marker, which no text can know."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        added = backend.get_added_tokens_decoder()
+        self._marker = secrets.token_hex(16)
+        self._special = {token.content for token in added.values() if token.special}
+        contents = {token.content for token in added.values() if token.content}
+        longest_first = sorted(contents, key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+        self.backend = _without_special_parsing(backend)
+        self.real_ids: dict[int, int] = {}
+        for token_id, token in added.items():
+            if token.special and token.content:
+                content = self._marker + token.content
+                # The strips of a token belong to it; its normalisation would change the marker.
+                marked = tokenizers.AddedToken(
+                    content, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False
+                )
+                self.backend.add_tokens([marked])
+                marked_id = self.backend.token_to_id(content)
+                assert marked_id is not None
+                self.real_ids[marked_id] = token_id
+
+    def mark(self, text: str) -> str:
+        """Put the marker before each control token of a text."""
+        return self._names.sub(self._marked, text)
+
+    def _marked(self, match: re.Match[str]) -> str:
+        return self._marker + match[0] if match[0] in self._special else match[0]
 
 
 def _utf8_decoder() -> codecs.IncrementalDecoder:

@@ -1,16 +1,20 @@
 """Tokenizers from GGUF metadata: BPE and unigram models (Kudo 2018)."""
 
+import logging
+import re
+
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, processors
 
 from headrace import _native
+from headrace.checkpoint.end_tokens import END_TOKENS, excluded_names
 from headrace.checkpoint.gguf import Metadata
 from headrace.checkpoint.pretokenizers import pre_tokenizer
-from headrace.checkpoint.tokenizer import END_OF_GENERATION, Tokenizer, Vocabulary, library_calls
+from headrace.checkpoint.tokenizer import Tokenizer, Vocabulary, library_calls
 from headrace.checkpoint.tokenizer_growth import check_growth
 from headrace.errors import FormatError, UnsupportedModelError
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _ADDED = (_UNKNOWN, _CONTROL, _USER_DEFINED)  # matched before the text is split
 _NEVER = -1e6
 _MAX_PIECE = 512
@@ -18,7 +22,16 @@ _MAX_PIECE = 512
 _MAX_MERGES = 8
 """Real vocabularies have two or three."""
 
+_END_KEYS = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+"""Tokens that end a response, besides `eos`; llama.cpp ends at the same."""
+END_LIST = "headrace.eos_token_ids"
+"""Our key for a complete list of end tokens; `convert` writes it if the other keys say less."""
+
+_PHI3 = re.compile(r"phi[ _-]?3")
+_PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
+
 _PREFIX = "tokenizer.ggml."
+_log = logging.getLogger("headrace.checkpoint")
 
 
 def tokenizer_from_gguf(metadata: Metadata) -> Tokenizer:
@@ -26,9 +39,8 @@ def tokenizer_from_gguf(metadata: Metadata) -> Tokenizer:
     model = metadata.string(f"{_PREFIX}model")
     tokens = metadata.strings(f"{_PREFIX}tokens")
     types = _token_types(metadata, len(tokens))
-    vocab = dict(zip(tokens, range(len(tokens)), strict=True))
-    if len(vocab) != len(tokens):
-        raise FormatError(f"{metadata.where}: {_PREFIX}tokens: a token appears twice")
+    vocab = _vocabulary(metadata, tokens, types)
+    tokens = list(vocab)
     with library_calls(metadata.where):
         if model == "gpt2":
             rule = pre_tokenizer(metadata.string(f"{_PREFIX}pre", "default"))
@@ -50,28 +62,49 @@ def tokenizer_from_gguf(metadata: Metadata) -> Tokenizer:
                 f"{metadata.where}: {_PREFIX}model {model[:80]!r} is not supported; "
                 "supported: gpt2, llama, t5"
             )
-        backend.add_tokens(
-            [
-                _added_token(token, kind)
-                for token, kind in zip(tokens, types, strict=True)
-                if token and kind in _ADDED
-            ]
-        )
+        backend.add_tokens(_added_tokens(metadata, tokens, types))
         bos_id = _token_id(metadata, "bos", len(tokens), bos)
         eos_id = _token_id(metadata, "eos", len(tokens), eos)
         first = bos_id if metadata.flag(f"{_PREFIX}add_bos_token", adds_bos) else None
         last = eos_id if metadata.flag(f"{_PREFIX}add_eos_token", adds_eos) else None
         _surround(backend, first, last)
 
-    ends = (_token_id(metadata, name, len(tokens), None) for name in ("eot", "eom"))
+    listed = _listed_ends(metadata, len(tokens))
     vocabulary = Vocabulary(
         byte_level=model == "gpt2",
         strip_space=space,
         bos_id=bos_id,
         eos_id=eos_id,
-        end_ids=frozenset(end for end in ends if end is not None),
+        end_ids=_ends_by_key(metadata, tokens, types) if listed is None else listed,
+        has_end_list=listed is not None,
     )
     return Tokenizer(backend, vocabulary, metadata.where)
+
+
+def _vocabulary(metadata: Metadata, tokens: list[str], types: list[int]) -> dict[str, int]:
+    """Return token to id, in the order of ids.
+
+    An empty token gets llama.cpp's name for it, and an unused duplicate a name of its own; their
+    types become `_UNUSED`. Raises FormatError for other duplicates.
+    """
+    vocab: dict[str, int] = {}
+    names = set(tokens)
+    used = {token for token, kind in zip(tokens, types, strict=True) if kind != _UNUSED}
+    for token_id, token in enumerate(tokens):
+        kind = types[token_id]
+        if not token or (kind == _UNUSED and (token in used or token in vocab)):
+            token = f"[EMPTY_{token_id}]" if not token else f"[UNUSED_{token_id}]"
+            while token in names:
+                token += "_"
+            types[token_id] = _UNUSED
+        elif token in vocab:
+            raise FormatError(
+                f"{metadata.where}: {_PREFIX}tokens: {token[:80]!r} appears twice, with the ids "
+                f"{vocab[token]:,} and {token_id:,}; give one of them another name, or the type "
+                f"{_UNUSED} (unused)"
+            )
+        vocab[token] = token_id
+    return vocab
 
 
 def _token_types(metadata: Metadata, count: int) -> list[int]:
@@ -91,18 +124,59 @@ def _token_id(metadata: Metadata, name: str, count: int, default: int | None) ->
     if key not in metadata:
         return default if default is not None and default < count else None
     token_id = metadata.integer(key)
-    if not 0 <= token_id < count:
-        raise FormatError(
-            f"{metadata.where}: {key} is {token_id:,}, but the vocabulary has {count:,} tokens"
-        )
-    return token_id
-
-
-def _added_token(content: str, kind: int) -> AddedToken:
-    # Some converters mark the end of a turn as user-defined.
-    return AddedToken(
-        content, normalized=False, special=kind != _USER_DEFINED or content in END_OF_GENERATION
+    if 0 <= token_id < count:
+        return token_id
+    # Some converters write 2**32 - 1 for "none".
+    _log.warning(
+        "%s: %s is %s, but the vocabulary has %s tokens; the key is ignored, as in llama.cpp",
+        metadata.where,
+        key,
+        f"{token_id:,}",
+        f"{count:,}",
     )
+    return default if default is not None and default < count else None
+
+
+def _listed_ends(metadata: Metadata, count: int) -> frozenset[int] | None:
+    if END_LIST not in metadata:
+        return None
+    ids = [int(token_id) for token_id in metadata.numbers(END_LIST)]
+    if any(not 0 <= token_id < count for token_id in ids):
+        raise FormatError(
+            f"{metadata.where}: {END_LIST} has ids outside of the vocabulary of {count:,} tokens"
+        )
+    return frozenset(ids)
+
+
+def _ends_by_key(metadata: Metadata, tokens: list[str], types: list[int]) -> frozenset[int]:
+    control = {token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL}
+    excluded = excluded_names(control)
+    ids = (_token_id(metadata, name, len(tokens), None) for name in _END_KEYS)
+    return frozenset(end for end in ids if end is not None and tokens[end] not in excluded)
+
+
+def _added_tokens(metadata: Metadata, tokens: list[str], types: list[int]) -> list[AddedToken]:
+    """Return the tokens that are matched before the text is split.
+
+    Old converters marked the ends of turns as user-defined, so one that the chat template writes
+    is a control token. A GGUF file cannot say that white space after a token belongs to it.
+    Phi-3's tokenizer.json does, so the model's name decides, as in llama.cpp.
+    """
+    template = "" if END_LIST in metadata else metadata.string("tokenizer.chat_template", "")
+    name = metadata.string("general.name", "").lower()
+    is_phi3 = metadata.string(f"{_PREFIX}model") == "llama" and bool(
+        _PHI3.search(name) or metadata.string("general.architecture", "") == "phi3"
+    )
+    return [
+        AddedToken(
+            token,
+            normalized=False,
+            special=kind != _USER_DEFINED or (token in END_TOKENS and token in template),
+            rstrip=is_phi3 and token not in _PHI3_KEEPS_SPACE,
+        )
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in _ADDED
+    ]
 
 
 def _byte_level_model(metadata: Metadata, vocab: dict[str, int], whole_words: bool) -> models.BPE:

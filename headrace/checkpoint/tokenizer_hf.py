@@ -1,5 +1,6 @@
 """Tokenizers from Hugging Face folders."""
 
+import codecs
 import json
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
             f"{folder}: no {_FILE}; other tokenizer files are not supported, so save a fast "
             "tokenizer"
         )
-    text = read_file(path, _MAX_BYTES)
+    text = read_file(path, _MAX_BYTES).removeprefix(codecs.BOM_UTF8)
     config, model_config, generation = (
         read_json(path) if (path := find(folder, name)) else {}
         for name in ("tokenizer_config.json", "config.json", "generation_config.json")
@@ -35,22 +36,16 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         _make_deterministic(backend)
         byte_level, strip_space = _spelling(backend)
         size = backend.get_vocab_size()
-        bos_id = _named_token(
-            backend, config.get("bos_token"), _ids(model_config.get("bos_token_id"), size)
-        )
-        eos_id = _named_token(
-            backend, config.get("eos_token"), _ids(model_config.get("eos_token_id"), size)
-        )
-    ends = {
-        *_ids(model_config.get("eos_token_id"), size),
-        *_ids(generation.get("eos_token_id"), size),
-    }
+        bos_id = _named_token(backend, config, model_config, "bos")
+        eos_id = _named_token(backend, config, model_config, "eos")
+    ends = [source.get("eos_token_id") for source in (model_config, generation)]
     vocabulary = Vocabulary(
         byte_level=byte_level,
         strip_space=strip_space,
         bos_id=bos_id,
         eos_id=eos_id,
-        end_ids=frozenset(ends),
+        end_ids=frozenset(end for value in ends for end in _ids(value, size)),
+        has_end_list=any(isinstance(value, list) and _ids(value, size) for value in ends),
     )
     return Tokenizer(backend, vocabulary, _FILE)
 
@@ -81,11 +76,22 @@ def _spelling(backend: tokenizers.Tokenizer) -> tuple[bool, bool]:
     return False, strips or metaspace
 
 
-def _named_token(backend: tokenizers.Tokenizer, token: Any, default: list[int]) -> int | None:
-    content = token.get("content") if isinstance(token, dict) else token
+def _named_token(
+    backend: tokenizers.Tokenizer, config: dict[str, Any], model_config: dict[str, Any], name: str
+) -> int | None:
+    """Return the id of a token that `tokenizer_config.json` names, or `config.json` by id.
+
+    A null in `tokenizer_config.json` says that the tokenizer has no such token, although the model
+    may have an id for it (Qwen2.5).
+    """
+    key = f"{name}_token"
+    if key in config and config[key] is None:
+        return None
+    content = config[key].get("content") if isinstance(config.get(key), dict) else config.get(key)
     token_id = backend.token_to_id(content) if isinstance(content, str) else None
     if token_id is None:
-        return default[0] if default else None
+        ids = _ids(model_config.get(f"{key}_id"), backend.get_vocab_size())
+        return ids[0] if ids else None
     added = backend.get_added_tokens_decoder().get(token_id)
     if added is None or not added.special:
         backend.add_special_tokens([AddedToken(content, special=True, normalized=False)])

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import field
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 
@@ -183,8 +184,10 @@ class Constraints:
 
     def _spellings(self, text: str) -> list[tuple[int, ...]]:
         spellings: dict[tuple[int, ...], None] = {}
-        for prefix in ("", " "):
-            tokens = self._vocabulary.encode(prefix + text.lstrip(), add_special=False)
+        for prefix, parse_special in product(("", " "), (False, True)):
+            tokens = self._vocabulary.encode(
+                prefix + text.lstrip(), add_special=False, parse_special=parse_special
+            )
             if tokens and max(tokens) < self._vocab_size:
                 spellings[tuple(tokens)] = None
         return list(spellings)

@@ -55,7 +55,7 @@ class Vocabulary(Protocol):
     @property
     def special_ids(self) -> Collection[int]: ...  # control tokens, which have no text
     def token_bytes(self, token_id: int) -> bytes: ...
-    def encode(self, text: str, add_special: bool) -> list[int]: ...
+    def encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]: ...
 
 
 class Grammars:
@@ -171,7 +171,7 @@ class _Tokens:
     def _encode(self, text: str) -> list[int]:
         data = text.encode()
         with suppress(HeadraceError):  # some tokenizers cannot encode every text
-            ids = self._vocabulary.encode(text, add_special=False)
+            ids = self._vocabulary.encode(text, add_special=False, parse_special=False)
             is_known = all(token < self.eos_token_id for token in ids)
             if is_known and b"".join([self.tokens[token] for token in ids]) == data:
                 return ids

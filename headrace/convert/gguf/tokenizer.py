@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from headrace.checkpoint.end_tokens import end_names
 from headrace.checkpoint.files import find, read_json
 from headrace.checkpoint.gguf import read_gguf
 from headrace.checkpoint.load import Checkpoint
 from headrace.checkpoint.pretokenizers import PRE_TOKENIZERS
-from headrace.checkpoint.tokenizer import END_OF_GENERATION, Tokenizer
-from headrace.checkpoint.tokenizer_gguf import tokenizer_from_gguf
+from headrace.checkpoint.tokenizer import Tokenizer
+from headrace.checkpoint.tokenizer_gguf import END_LIST, tokenizer_from_gguf
 from headrace.convert.gguf.header import gguf_file_layout, raw
+from headrace.convert.source_model import gguf_layout
 from headrace.errors import HeadraceError, UnsupportedModelError
 from headrace.quant.arrays import Floats
 
@@ -65,7 +67,17 @@ def tokenizer_values(checkpoint: Checkpoint) -> dict[str, Any]:
         }
     values["add_space_prefix"] = tokenizer.vocabulary.strip_space
     named = {f"{_PREFIX}{key}": value for key, value in values.items()}
-    _check(tokenizer, named)
+    spec, template = checkpoint.spec, checkpoint.chat_template or ""
+    of_model = {
+        "general.architecture": gguf_layout(spec.architecture).architectures[0],
+        "general.name": spec.name,
+        # The writer reports a template that is not valid Unicode.
+        "tokenizer.chat_template": template.encode(errors="replace").decode(),
+    }
+    # Names and keys of llama.cpp say too much or too little about some lists of end tokens.
+    if _read(named | of_model).eos_ids != tokenizer.eos_ids:
+        named[END_LIST] = np.array(sorted(tokenizer.eos_ids), np.int32)
+    _check(tokenizer, named | of_model)
     return named | _templates(checkpoint)
 
 
@@ -119,9 +131,10 @@ def _special(tokenizer: Tokenizer, state: dict[str, Any], checkpoint: Checkpoint
     }
     if isinstance(padding, str):
         special["padding"] = ids.get(padding)
-    # Tokens with a known name end generation without an entry in the file.
-    ends = tokenizer.eos_ids - {tokenizer.eos_id, *(ids.get(name) for name in END_OF_GENERATION)}
-    special |= dict(zip(("eot", "eom"), sorted(ends), strict=False))
+    # A known name ends a response without a key. llama.cpp reads two further ends by key.
+    control = {token["content"] for token in state["added_tokens"] if token["special"]}
+    by_name = {tokenizer.eos_id, *(ids[name] for name in end_names(control))}
+    special |= dict(zip(("eot", "eom"), sorted(tokenizer.eos_ids - by_name), strict=False))
 
     add_bos, add_eos = _adds_bos_eos(tokenizer)
     values: dict[str, Any] = {
@@ -177,21 +190,25 @@ def _scores(state: dict[str, Any], count: int) -> Floats:
     return scores
 
 
-def _check(tokenizer: Tokenizer, values: dict[str, Any]) -> None:
+def _read(values: dict[str, Any]) -> Tokenizer:
     try:
         with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
             file.write(
                 gguf_file_layout({key: raw(value) for key, value in values.items()}, []).header
             )
             file.flush()
-            written = tokenizer_from_gguf(read_gguf(Path(file.name)).metadata)
+            return tokenizer_from_gguf(read_gguf(Path(file.name)).metadata)
     except OSError as error:
         raise HeadraceError(
             f"a temporary file in {tempfile.gettempdir()}: {error.strerror or error}"
         ) from error
     except HeadraceError as error:
         raise _refusal(str(error)) from error
-    # SentencePiece models have default ids, and only three tokens that end generation have keys.
+
+
+def _check(tokenizer: Tokenizer, values: dict[str, Any]) -> None:
+    written = _read(values)
+    # SentencePiece models have default ids.
     for name in ("bos_id", "eos_id", "eos_ids"):
         value, expected = getattr(written, name), getattr(tokenizer, name)
         if value != expected:

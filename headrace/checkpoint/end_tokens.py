@@ -1,0 +1,54 @@
+"""Control tokens that end a response, by name.
+
+A name only suggests an end. A list of ids in a model's files replaces the names, and a token that
+its type calls text is no end.
+"""
+
+from collections.abc import Set as AbstractSet
+
+LLAMA_CPP = "llama.cpp, src/llama-vocab.cpp, the names of special_eog_ids"
+
+END_TOKENS: dict[str, str] = {
+    "<|endoftext|>": f"GPT-2, Qwen, Phi, GLM; {LLAMA_CPP}",
+    "<|im_end|>": f"ChatML: Qwen, Yi, SmolLM2; {LLAMA_CPP}",
+    "</s>": f"Llama 2, Mistral; {LLAMA_CPP}",
+    "<|end|>": f"Phi-3, Phi-4-mini; {LLAMA_CPP}",
+    "<|eot_id|>": f"Llama 3; {LLAMA_CPP}",
+    "<|eom_id|>": f"Llama 3.1, after a call of a built-in tool; {LLAMA_CPP}",
+    "<|end_of_text|>": f"Llama 3, Granite; {LLAMA_CPP}",
+    "<end_of_turn>": f"Gemma 1 to 3; {LLAMA_CPP}",
+    "<eos>": f"Gemma; {LLAMA_CPP}",
+    "<turn|>": f"Gemma 4; {LLAMA_CPP}",
+    "<|tool_response>": f"Gemma 4, which waits for the result of a tool; {LLAMA_CPP}",
+    "<|return|>": f"gpt-oss; {LLAMA_CPP}; generation_config.json of openai/gpt-oss-20b",
+    "<|call|>": f"gpt-oss, after a tool call; {LLAMA_CPP}; generation_config.json of "
+    "openai/gpt-oss-20b",
+    "<|flush|>": f"Solar Open; {LLAMA_CPP}",
+    "<|calls|>": f"Solar Open, after tool calls; {LLAMA_CPP}",
+    "<EOT>": f"Code Llama; {LLAMA_CPP}",
+    "_<EOT>": f"Code Llama; {LLAMA_CPP}",
+    "[EOT]": f"Kimi K2; {LLAMA_CPP}",
+    "[EOS]": f"Kimi K2; {LLAMA_CPP}",
+    "[e~[": f"MiniMax M2; {LLAMA_CPP}",
+    "<end_of_utterance>": f"SmolDocling; {LLAMA_CPP}",
+    "<｜end▁of▁sentence｜>": f"DeepSeek; {LLAMA_CPP}",
+    "<|END_OF_TURN_TOKEN|>": "generation_config.json of CohereForAI/c4ai-command-r-v01",
+}
+"""Each name with the models that use it and the source of the entry."""
+
+_NO_ENDS: tuple[tuple[str, frozenset[str]], ...] = (
+    ("<|end|>", frozenset({"<|return|>", "<|call|>"})),  # gpt-oss: ends a message of a response
+    ("<|end|>", frozenset({"<|flush|>", "<|calls|>"})),  # Solar Open: the same
+    ("</s>", frozenset({"<|tool_response>"})),  # Gemma 4: an HTML tag
+)
+"""A name that is no end if the vocabulary has all the other names; the rules are llama.cpp's."""
+
+
+def excluded_names(control_tokens: AbstractSet[str]) -> frozenset[str]:
+    """Return the names that are no ends in a vocabulary with these control tokens."""
+    return frozenset(name for name, others in _NO_ENDS if others <= control_tokens)
+
+
+def end_names(control_tokens: AbstractSet[str]) -> frozenset[str]:
+    """Return those of the control tokens whose name says that they end a response."""
+    return frozenset(control_tokens & END_TOKENS.keys()) - excluded_names(control_tokens)
