@@ -15,7 +15,7 @@ from headrace.config import SERVING
 from headrace.errors import RequestFailedError
 from headrace.llm import BaseLLM
 from headrace.outputs import RequestOutput, Update
-from headrace.prompts import ChatOptions, Message, Prompt
+from headrace.prompts import Message, Prompt, PromptOptions, TextOptions
 from headrace.request import CheckedRequest, Pooling, PoolingParams, RequestOptions
 from headrace.sampling_params import SamplingParams
 
@@ -64,7 +64,7 @@ class AsyncLLM(BaseLLM):
         timeout: float | None = None,
         cache_salt: str | None = None,
         adapter: str | None = None,
-        **chat_options: Unpack[ChatOptions],
+        **prompt_options: Unpack[PromptOptions],
     ) -> RequestOutput:
         """Continue a prompt, or respond to a conversation, and return the complete result.
 
@@ -73,7 +73,7 @@ class AsyncLLM(BaseLLM):
         options = RequestOptions(
             priority=priority, timeout=timeout, cache_salt=cache_salt, adapter=adapter
         )
-        return await self._run(await self._checked(prompt, params, chat_options, options))
+        return await self._run(await self._checked(prompt, params, prompt_options, options))
 
     async def stream(
         self,
@@ -84,7 +84,7 @@ class AsyncLLM(BaseLLM):
         timeout: float | None = None,
         cache_salt: str | None = None,
         adapter: str | None = None,
-        **chat_options: Unpack[ChatOptions],
+        **prompt_options: Unpack[PromptOptions],
     ) -> AsyncGenerator[Update]:
         """Continue a prompt, or respond to a conversation, and yield updates as tokens arrive.
 
@@ -94,7 +94,7 @@ class AsyncLLM(BaseLLM):
         options = RequestOptions(
             priority=priority, timeout=timeout, cache_salt=cache_salt, adapter=adapter
         )
-        request = await self._checked(prompt, params, chat_options, options)
+        request = await self._checked(prompt, params, prompt_options, options)
         request_id, inbox, result = next(self._ids), _AsyncInbox(), None
         try:
             self._thread.add([request], [request_id], inbox)
@@ -117,13 +117,14 @@ class AsyncLLM(BaseLLM):
         timeout: float | None = None,
         cache_salt: str | None = None,
         adapter: str | None = None,
+        **text_options: Unpack[TextOptions],
     ) -> NDArray[np.float32]:  # [dim]
         """Return the embedding of a prompt. Arguments and errors are as for `LLM.embed`."""
         options = RequestOptions(
             priority=priority, timeout=timeout, cache_salt=cache_salt, adapter=adapter
         )
         pooling_params = PoolingParams(pooling=pooling, normalise=normalise)
-        request = await self._checked(prompt, None, {}, options, pooling_params)
+        request = await self._checked(prompt, None, text_options, options, pooling_params)
         result = await self._run(request)
         if result.embedding is None:
             raise RequestFailedError("the prompt timed out before its embedding", [result])
@@ -133,13 +134,13 @@ class AsyncLLM(BaseLLM):
         self,
         prompt: Prompt | Sequence[Message],
         params: SamplingParams | None,
-        chat_options: ChatOptions,
+        prompt_options: PromptOptions | TextOptions,
         options: RequestOptions,
         pooling: PoolingParams | None = None,
     ) -> CheckedRequest:
         """Read and check a prompt in the loop's thread pool."""
         self._thread.check_open()
-        check = partial(self._check_one, prompt, params, chat_options, options, pooling)
+        check = partial(self._check_one, prompt, params, prompt_options, options, pooling)
         return await asyncio.get_running_loop().run_in_executor(None, check)
 
     async def _run(self, request: CheckedRequest) -> RequestOutput:

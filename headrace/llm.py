@@ -23,7 +23,15 @@ from headrace.loader.load import load_model
 from headrace.loader.options import engine_config
 from headrace.model.spec import ModelSpec
 from headrace.outputs import RequestOutput, Update
-from headrace.prompts import ChatOptions, Message, Prompt, TokenizedPrompt, is_conversation
+from headrace.prompts import (
+    ChatOptions,
+    Message,
+    Prompt,
+    PromptOptions,
+    TextOptions,
+    TokenizedPrompt,
+    is_conversation,
+)
 from headrace.request import CheckedRequest, Pooling, PoolingParams, RequestOptions
 from headrace.sampling_params import SamplingParams
 from headrace.stats import BlockMap, Stats
@@ -67,9 +75,8 @@ class BaseLLM:
         """Render a conversation with the model's chat template, to token ids or to text.
 
         Arguments and defaults are as in Hugging Face transformers; `ChatOptions`
-        explains them. The text contains special tokens: pass token ids to `generate`,
-        not text. Or pass the conversation to `chat`. Raises RequestError as `chat`
-        does.
+        explains them. As a prompt of `generate`, the text gives the same tokens as `chat`,
+        because control tokens are read there. Raises RequestError as `chat` does.
         """
         prompt = self._prompts.read_chat(
             messages,
@@ -148,21 +155,24 @@ class BaseLLM:
         self,
         prompt: Prompt | Sequence[Message],
         params: SamplingParams | None,
-        chat_options: ChatOptions,
+        prompt_options: PromptOptions | TextOptions,
         options: RequestOptions,
         pooling: PoolingParams | None = None,
     ) -> CheckedRequest:
         """Read and check one prompt or conversation, without queueing it."""
         self._thread.check_open()
-        read: Callable[[Any], TokenizedPrompt] = self._prompts.read_prompt
-        if not isinstance(prompt, str | Mapping):
-            read = partial(self._prompts.read_chat, **chat_options)
+        is_text = isinstance(prompt, str | Mapping)
+        of_text = TextOptions.__optional_keys__
+        if wrong := [name for name in prompt_options if (name in of_text) != is_text]:
+            kind = "conversations; pass a list of messages"
+            if not is_text:
+                kind = "text prompts; a chat template writes the control tokens of a conversation"
+            raise RequestError(f"{', '.join(wrong)}: only for {kind}")
+        read: Callable[..., TokenizedPrompt] = self._prompts.read_prompt
+        if not is_text:
+            read = self._prompts.read_chat
             params = CHAT_PARAMS if params is None else params
-        elif chat_options:
-            raise RequestError(
-                f"{', '.join(chat_options)}: only for conversations; pass a list of messages"
-            )
-        token_ids, text = read(prompt)
+        token_ids, text = read(prompt, **prompt_options)
         return self._engine.check(token_ids, params, options, prompt=text, pooling=pooling)
 
     def _check_all(
@@ -243,16 +253,19 @@ class LLM(BaseLLM):
         cache_salt: str | Sequence[str | None] | None = None,
         adapter: str | Sequence[str | None] | None = None,
         progress: bool = False,
+        **text_options: Unpack[TextOptions],
     ) -> list[RequestOutput]:
         """Continue each prompt, and return the results in the order of the prompts.
 
         Parameters and options are one value for all prompts, or a list with one per
-        prompt. `progress` shows a progress bar. Raises RequestError before anything
-        runs if a prompt, its parameters or its options are invalid. Raises
-        RequestFailedError, which holds all results, if a request failed while it ran.
+        prompt. `text_options` hold for all prompts: `add_special_tokens` (usually BOS) and
+        `parse_special` (control tokens in the texts), both on by default. `progress` shows a
+        progress bar. Raises RequestError before anything runs if a prompt, its parameters or
+        its options are invalid. Raises RequestFailedError, which holds all results, if a
+        request failed while it ran.
         """
         requests = self._check_all(
-            self._prompts.read_prompt,
+            partial(self._prompts.read_prompt, **text_options),
             _prompt_list(prompts),
             params,
             priority=priority,
@@ -307,6 +320,7 @@ class LLM(BaseLLM):
         cache_salt: str | Sequence[str | None] | None = None,
         adapter: str | Sequence[str | None] | None = None,
         progress: bool = False,
+        **text_options: Unpack[TextOptions],
     ) -> NDArray[np.float32]:  # [prompts, dim]
         """Return one embedding per prompt, taken from the final hidden states.
 
@@ -317,7 +331,7 @@ class LLM(BaseLLM):
         failed.
         """
         requests = self._check_all(
-            self._prompts.read_prompt,
+            partial(self._prompts.read_prompt, **text_options),
             _prompt_list(prompts),
             None,
             priority=priority,
@@ -343,7 +357,7 @@ class LLM(BaseLLM):
         timeout: float | None = None,
         cache_salt: str | None = None,
         adapter: str | None = None,
-        **chat_options: Unpack[ChatOptions],
+        **prompt_options: Unpack[PromptOptions],
     ) -> Iterator[Update]:
         """Continue a prompt, or respond to a conversation, and yield updates as tokens arrive.
 
@@ -351,12 +365,13 @@ class LLM(BaseLLM):
         ids and log-probabilities. The last update of a continuation has its finish
         reason; the last update of the request has the complete result. A beam search
         yields its text only at its end, because another beam may win until then.
-        Closing or dropping the iterator ends the request. Raises as `generate` does.
+        Closing or dropping the iterator ends the request. `prompt_options` are those of
+        `generate` for a text, those of `chat` for a conversation. Raises as `generate` does.
         """
         options = RequestOptions(
             priority=priority, timeout=timeout, cache_salt=cache_salt, adapter=adapter
         )
-        return self._stream(self._check_one(prompt, params, chat_options, options))
+        return self._stream(self._check_one(prompt, params, prompt_options, options))
 
     def stream_text(
         self,
@@ -367,7 +382,7 @@ class LLM(BaseLLM):
         timeout: float | None = None,
         cache_salt: str | None = None,
         adapter: str | None = None,
-        **chat_options: Unpack[ChatOptions],
+        **prompt_options: Unpack[PromptOptions],
     ) -> Iterator[str]:
         """Yield only the text of `stream`, for one continuation."""
         if params is not None and getattr(params, "n", 1) != 1:
@@ -381,7 +396,7 @@ class LLM(BaseLLM):
             timeout=timeout,
             cache_salt=cache_salt,
             adapter=adapter,
-            **chat_options,
+            **prompt_options,
         )
         return (update.text for update in updates if update.text)
 

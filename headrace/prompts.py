@@ -1,8 +1,9 @@
 """Turns prompts, which are text, token ids or conversations, into token ids."""
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, TypedDict, TypeGuard
+from typing import Any, NamedTuple, TypedDict, TypeGuard, Unpack
 
 from headrace.checkpoint.templates import Renderer
 from headrace.checkpoint.tokenizer import Tokenizer
@@ -28,6 +29,21 @@ class ChatOptions(TypedDict, total=False):
     """Whether the response continues the last message, instead of following it."""
     chat_template_kwargs: Mapping[str, Any] | None
     """Additional variables of the template, such as `enable_thinking`."""
+
+
+class TextOptions(TypedDict, total=False):
+    """How a text prompt becomes tokens. Conversations and token ids take none of these options."""
+
+    add_special_tokens: bool
+    """Whether to add the model's special tokens, usually BOS (default). A text that begins with BOS
+    gets no second one."""
+    parse_special: bool
+    """Whether the names of control tokens in the text become these tokens (default). Text that may
+    be hostile should keep them as text: pass False."""
+
+
+class PromptOptions(ChatOptions, TextOptions, total=False):
+    """Options of a call that takes a text prompt or a conversation."""
 
 
 class TokenizedPrompt(NamedTuple):
@@ -70,24 +86,30 @@ class PromptReader:
         """End the process that renders conversations. Text prompts can still be read."""
         self._renderer.close()
 
-    def read(self, prompt: Prompt | Sequence[Message]) -> TokenizedPrompt:
+    def read(
+        self, prompt: Prompt | Sequence[Message], **text_options: Unpack[TextOptions]
+    ) -> TokenizedPrompt:
         """Read a prompt with `read_prompt`, or a conversation with `read_chat`."""
         if isinstance(prompt, str | Mapping):
-            return self.read_prompt(prompt)
+            return self.read_prompt(prompt, **text_options)
         return self.read_chat(prompt)
 
     def read_prompt(
-        self, prompt: Prompt, *, add_special: bool = True, parse_special: bool = True
+        self, prompt: Prompt, *, add_special_tokens: bool = True, parse_special: bool = True
     ) -> TokenizedPrompt:
-        """Read text or a dictionary.
+        """Read text or a dictionary. `TextOptions` explains the options.
 
-        `add_special` adds the model's special tokens, such as BOS. A text that begins with BOS
-        gets no second one. `parse_special` makes control tokens of their names in the text; switch
-        it off for text that may be hostile. Raises RequestError if the prompt has another type, is
-        empty, or cannot fit in the context.
+        Raises RequestError if the prompt has another type, is empty, or cannot fit in
+        the context.
         """
+        for name, value in (
+            ("add_special_tokens", add_special_tokens),
+            ("parse_special", parse_special),
+        ):
+            if not isinstance(value, bool):
+                raise RequestError(f"{name} must be true or false, not {reprlib.repr(value)}")
         if isinstance(prompt, str):
-            return self._tokenize(prompt, add_special, parse_special)
+            return self._tokenize(prompt, add_special_tokens, parse_special)
         if not isinstance(prompt, Mapping):
             raise RequestError(
                 f"a prompt must be text or a dictionary, not {type(prompt).__name__}: "
@@ -99,7 +121,7 @@ class PromptReader:
             raise RequestError(f"a prompt must be text, not {type(text).__name__}")
         if "prompt_token_ids" in prompt:
             return TokenizedPrompt(prompt["prompt_token_ids"], text)
-        return self._tokenize(text or "", add_special, parse_special)
+        return self._tokenize(text or "", add_special_tokens, parse_special)
 
     def read_chat(
         self,

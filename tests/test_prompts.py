@@ -1,5 +1,6 @@
 """Prompts of all forms become token ids; invalid prompts raise equal messages everywhere."""
 
+import asyncio
 from collections.abc import Iterator
 from itertools import repeat
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import LLM, SamplingParams
+from headrace import LLM, AsyncLLM, RequestOutput, SamplingParams
 from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.templates import Renderer
 from headrace.cli.session import Session
@@ -131,9 +132,8 @@ class TestRead:
         reader = PromptReader("m", tokenizer, None, Renderer(), CONTEXT)
         ids = list(reader.read_prompt(text).token_ids)
         assert ids == [tokenizer.bos_id] * num_bos + tokenizer.encode("hello", add_special=False)
-        assert list(reader.read_prompt(text, add_special=False).token_ids) == tokenizer.encode(
-            text, add_special=False
-        )
+        plain = reader.read_prompt(text, add_special_tokens=False)
+        assert plain.token_ids == tokenizer.encode(text, add_special=False)
 
     def test_is_conversation(self) -> None:
         assert is_conversation(MESSAGES) and is_conversation(tuple(MESSAGES))
@@ -285,3 +285,68 @@ class TestTokenIds:
         with pytest.raises(RequestError, match="request_id 'mine' is in use; choose another id"):
             engine.add(checked, "mine")
         engine.abort("mine")
+
+
+MARKED = "<|im_start|>hello<|im_end|>"
+TEXT_OPTIONS: list[tuple[dict[str, bool], int]] = [
+    ({}, 3),
+    ({"parse_special": True, "add_special_tokens": True}, 3),
+    ({"add_special_tokens": False}, 3),
+    ({"parse_special": False}, 24),
+    ({"parse_special": False, "add_special_tokens": False}, 23),
+]
+"""Options, and the tokens of `MARKED` with a tokenizer that adds BOS."""
+
+
+@pytest.mark.parametrize(("options", "num_tokens"), TEXT_OPTIONS)
+def test_text_options_of_each_call(
+    write_gguf: Any,  # noqa: F811
+    options: Any,
+    num_tokens: int,
+) -> None:
+    """LLM, AsyncLLM and `headrace run --raw` make the same tokens of a text prompt."""
+    model = str(write_gguf({"tokenizer.ggml.add_bos_token": True}))
+    params = SamplingParams(max_tokens=1, temperature=0)
+
+    with LLM(model, **OPTIONS) as llm:
+        (result,) = llm.generate([MARKED], params, **options)
+        last = [update.result for update in llm.stream(MARKED, params, **options)][-1]
+        assert last is not None
+        assert last.prompt_token_ids == result.prompt_token_ids
+        vectors = llm.embed([MARKED, {"prompt_token_ids": result.prompt_token_ids}], **options)
+        assert np.array_equal(vectors[0], vectors[1])
+        assert "".join(llm.stream_text(MARKED, params, **options)) == result.outputs[0].text
+    assert len(result.prompt_token_ids) == num_tokens
+
+    async def asked() -> RequestOutput:
+        async with AsyncLLM(model, **OPTIONS) as asynchronous:
+            vector = await asynchronous.embed(MARKED, **options)
+            assert np.array_equal(vector, vectors[0])
+            return await asynchronous.generate(MARKED, params, **options)
+
+    assert asyncio.run(asked()).prompt_token_ids == result.prompt_token_ids
+    with Session(model, engine_config(OPTIONS, INTERACTIVE), **options) as session:
+        for _ in session.generate(MARKED, params, Event()):
+            pass
+        assert session.result and session.result.prompt_token_ids == result.prompt_token_ids
+
+
+def test_text_options_that_are_no_options_of_a_text(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="parse_special must be true or false, not 'no'"):
+        llm.generate("hello", parse_special="no")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="parse_special: only for text prompts"):
+        next(llm.stream(MESSAGES, parse_special=False))
+    with pytest.raises(RequestError, match="tools: only for conversations"):
+        next(llm.stream("hello", tools=[]))
+
+
+def test_a_rendered_conversation_is_a_prompt(write_gguf: Any) -> None:  # noqa: F811
+    template = (
+        "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    change = {"tokenizer.chat_template": template, "tokenizer.ggml.add_bos_token": True}
+    with LLM(str(write_gguf(change)), **OPTIONS) as llm:
+        text = llm.apply_chat_template(MESSAGES, tokenize=False)
+        (from_text,), (from_chat,) = llm.generate([text], GREEDY), llm.chat(MESSAGES, GREEDY)
+        assert from_text.prompt_token_ids == from_chat.prompt_token_ids == [1, 1, 262, 2]
+        assert from_text.outputs == from_chat.outputs

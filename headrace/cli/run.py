@@ -107,6 +107,11 @@ def _add_prompt_options(group: Arguments) -> None:
     group.add_argument(
         "--raw", action="store_true", help="continuation of the plain prompt, without chat template"
     )
+    for name, text in (
+        ("--add-special-tokens", "with --raw: the model's first tokens, usually BOS"),
+        ("--parse-special", "with --raw: names of control tokens in the prompt as these tokens"),
+    ):
+        group.add_argument(name, action=argparse.BooleanOptionalAction, default=True, help=text)
     group.add_argument(
         "--json",
         action="store_true",
@@ -198,6 +203,11 @@ def run(args: argparse.Namespace) -> int:
         raise RequestError(
             "--system needs the chat template, and --raw leaves it out; drop --system or --raw"
         )
+    if not (args.raw or (args.add_special_tokens and args.parse_special)):
+        raise RequestError(
+            "--no-add-special-tokens and --no-parse-special need a plain prompt, and the chat "
+            "template writes control tokens; add --raw"
+        )
     prompt = _prompt(args)
     if prompt is None and (args.json or args.n > 1):
         raise RequestError("--json and -n need a prompt, and this is a chat; add a prompt")
@@ -216,7 +226,13 @@ def run(args: argparse.Namespace) -> int:
 
     from headrace.cli.session import Session
 
-    with Session(args.model, config, _adapter(args.lora)) as session:
+    with Session(
+        args.model,
+        config,
+        _adapter(args.lora),
+        add_special_tokens=args.add_special_tokens,
+        parse_special=args.parse_special,
+    ) as session:
         if prompt is None:
             from headrace.cli.chat import Chat
 

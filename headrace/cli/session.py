@@ -4,6 +4,7 @@ import atexit
 import gc
 from collections.abc import Iterator, Sequence
 from types import TracebackType
+from typing import Unpack
 
 from headrace.backend import lower_program
 from headrace.checkpoint.adapter import read_adapter
@@ -17,7 +18,7 @@ from headrace.planner import hardware
 from headrace.planner.decode_steps import decode_seconds, decode_steps
 from headrace.program.adapter import Adapter, adapted
 from headrace.program.kv import number_bytes
-from headrace.prompts import Message, Prompt
+from headrace.prompts import Message, Prompt, TextOptions
 from headrace.request import RequestOptions
 from headrace.sampling_params import SamplingParams
 
@@ -26,8 +27,13 @@ class Session:
     """One loaded model. Use it in a `with` block."""
 
     def __init__(
-        self, model: str, config: EngineConfig, adapter: tuple[str, str] | None = None
+        self,
+        model: str,
+        config: EngineConfig,
+        adapter: tuple[str, str] | None = None,
+        **text_options: Unpack[TextOptions],
     ) -> None:
+        self._text_options = text_options
         self._engine, self._prompts, _, self._checkpoint = load_model(model, config)
         self.config = self._engine.config
         # All objects of the model stay, so the collector need not visit them, at exit either.
@@ -68,7 +74,7 @@ class Session:
         Raises RequestError if the prompt exceeds the context, and the error of a failed
         request.
         """
-        token_ids, text = self._prompts.read(prompt)
+        token_ids, text = self._prompts.read(prompt, **self._text_options)
         request_id = self._engine.add_request(
             token_ids, params, RequestOptions(adapter=self._adapter_name), prompt=text
         )

@@ -3,11 +3,11 @@
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from time import time
-from typing import Any
+from typing import Any, Unpack
 from uuid import uuid4
 
 from headrace.outputs import Logprobs
-from headrace.prompts import TokenizedPrompt
+from headrace.prompts import TextOptions, TokenizedPrompt
 from headrace.remote import frames
 from headrace.remote.stream import Stream
 from headrace.request import RequestOptions
@@ -50,14 +50,16 @@ async def completions(http: HttpExchange, state: ServerState) -> None:
             state,
             texts,
             "prompt",
-            add_special=request.add_special_tokens is not False,
+            add_special_tokens=request.add_special_tokens is not False,
+            parse_special=request.parse_special is not False,
             max_tokens=params.max_tokens,
         )
         options = RequestOptions(
             priority=request.priority or 0, cache_salt=request.cache_salt, adapter=adapter
         )
         async with state.submit(http, prompts, params, options) as streams:
-            response = _Response(state, request, adapter or state.settings.model_name, prompts)
+            model = adapter or state.settings.model_name
+            response = _Response(state, request, model, prompts, texts)
             if request.stream:
                 await http.stream_events(response.events(streams), state.settings.keepalive_seconds)
             else:
@@ -95,18 +97,20 @@ async def tokenize_prompts(
     prompts: Sequence[str | list[int]],
     param: str,
     *,
-    add_special: bool = True,
     max_tokens: int | None,
+    **text_options: Unpack[TextOptions],
 ) -> list[list[int]]:
     return [
-        await state.tokenize(partial(_tokenize, state, prompt, add_special), param, max_tokens)
+        await state.tokenize(partial(_tokenize, state, prompt, text_options), param, max_tokens)
         for prompt in prompts
     ]
 
 
-def _tokenize(state: ServerState, prompt: str | list[int], add_special: bool) -> TokenizedPrompt:
+def _tokenize(
+    state: ServerState, prompt: str | list[int], text_options: TextOptions
+) -> TokenizedPrompt:
     if isinstance(prompt, str):
-        return state.prompt_reader.read_prompt(prompt, add_special=add_special)
+        return state.prompt_reader.read_prompt(prompt, **text_options)
     too_many = "{name} has {count} token ids, more than a context of {limit:,} tokens can hold"
     max_model_len = state.prompt_reader.max_model_len
     return TokenizedPrompt(token_ids("the prompt", prompt, max_model_len, too_many), None)
@@ -114,8 +118,14 @@ def _tokenize(state: ServerState, prompt: str | list[int], add_special: bool) ->
 
 class _Response:
     def __init__(
-        self, state: ServerState, request: CompletionRequest, model: str, prompts: list[list[int]]
+        self,
+        state: ServerState,
+        request: CompletionRequest,
+        model: str,
+        prompts: list[list[int]],
+        texts: Sequence[str | list[int]],
     ) -> None:
+        """`texts` are the prompts as they came: texts, or the token ids in `prompts`."""
         self._tokenizer = state.tokenizer
         self._request = request
         self._prompts = prompts
@@ -128,9 +138,11 @@ class _Response:
         }
         self._usage = Usage(sum(map(len, prompts)))
         self._timers = [RequestTimer(state.metrics) for _ in prompts]
-        self._echoes = [
-            state.tokenizer.decode(prompt) if request.echo else "" for prompt in prompts
-        ]
+        self._echoes = [""] * len(prompts)
+        if request.echo:
+            self._echoes = [
+                text if isinstance(text, str) else state.tokenizer.decode(text) for text in texts
+            ]
         self._ended: list[frames.Ended | None] = [None] * len(prompts)
 
     async def body(self, streams: list[Stream]) -> dict[str, Any]:

@@ -31,7 +31,14 @@ async def embeddings(http: HttpExchange, state: ServerState) -> None:
     texts = prompt_list(request.input, "input")
 
     with state.admit(http, len(texts)):
-        prompts = await tokenize_prompts(state, texts, "input", max_tokens=0)
+        prompts = await tokenize_prompts(
+            state,
+            texts,
+            "input",
+            max_tokens=0,
+            add_special_tokens=request.add_special_tokens is not False,
+            parse_special=request.parse_special is not False,
+        )
         options = RequestOptions(priority=request.priority or 0, adapter=adapter)
         async with state.submit(http, prompts, None, options, pooling=pooling) as streams:
             vectors = await http.while_connected(_collect(streams))

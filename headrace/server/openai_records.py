@@ -151,6 +151,7 @@ class CompletionRequest(Sampling, frozen=True, kw_only=True):
     echo: bool | None = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
+    parse_special: bool | None = None
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,16 +164,23 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling | None = None
     """How token vectors become one vector: last token, mean, or first token (`cls`)."""
     normalize: bool | None = None
+    add_special_tokens: bool | None = None
+    parse_special: bool | None = None
     priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /tokenize`: either `prompt` or `messages`."""
+    """`POST /tokenize`: either `prompt` or `messages`, or llama.cpp's `content`."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
+    parse_special: bool | None = None
+    # llama.cpp's names.
+    content: str | None = None
+    add_special: bool | None = None
+    with_pieces: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
     tools: Tools | None = None

@@ -1,7 +1,9 @@
-"""Routes of the tokenizer, compatible with vLLM."""
+"""Routes of the tokenizer, compatible with vLLM and llama.cpp."""
 
 from functools import partial
+from typing import Any
 
+from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.server.errors import invalid
 from headrace.server.http_exchange import HttpExchange
 from headrace.server.openai_records import DetokenizeRequest, TokenizeRequest
@@ -15,17 +17,21 @@ async def tokenize(http: HttpExchange, state: ServerState) -> None:
     request = await http.read(TokenizeRequest)
     state.resolve_adapter(request.model)
     read_tools(request.tools)
-    if (request.prompt is None) == (request.messages is None):
-        raise invalid("prompt or messages must be given, but not both", "prompt")
+    given = (request.prompt, request.content, request.messages)
+    if sum(value is not None for value in given) != 1:
+        raise invalid("prompt, content or messages must be given, and only one of them", "prompt")
 
     with state.admit(http, 1):
         ids = await _token_ids(state, request)
     texts = None
     if request.return_token_strs:
         texts = [state.tokenizer.token_bytes(token).decode(errors="replace") for token in ids]
+    tokens: list[Any] = ids
+    if request.with_pieces:
+        tokens = [{"id": token, "piece": _piece(state.tokenizer, token)} for token in ids]
     await http.respond(
         {
-            "tokens": ids,
+            "tokens": tokens,
             "count": len(ids),
             "max_model_len": state.prompt_reader.max_model_len,
             "token_strs": texts,
@@ -33,14 +39,31 @@ async def tokenize(http: HttpExchange, state: ServerState) -> None:
     )
 
 
+def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
+    """The text of a token; its bytes, if they are a part of a character. llama.cpp does so."""
+    piece = tokenizer.token_bytes(token_id)
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
+
+
 async def _token_ids(state: ServerState, request: TokenizeRequest) -> list[int]:
-    if request.prompt == "":
+    text = request.content if request.prompt is None else request.prompt
+    if text == "":
         return []
-    if request.prompt is not None:
+    if text is not None:
+        # vLLM adds special tokens by default, llama.cpp does not.
+        add_special_tokens = request.add_special_tokens
+        if add_special_tokens is None:
+            add_special_tokens = request.add_special
+        if add_special_tokens is None:
+            add_special_tokens = request.content is None
         read = partial(
             state.prompt_reader.read_prompt,
-            request.prompt,
-            add_special=request.add_special_tokens is not False,
+            text,
+            add_special_tokens=add_special_tokens,
+            parse_special=request.parse_special is not False,
         )
         return await state.tokenize(read, "prompt", max_tokens=0)
     read = partial(
@@ -70,7 +93,8 @@ async def detokenize(http: HttpExchange, state: ServerState) -> None:
             f"{vocab_size - 1:,}",
             "tokens",
         )
-    await http.respond({"prompt": state.tokenizer.decode(request.tokens, skip_special=False)})
+    text = state.tokenizer.decode(request.tokens, skip_special=False)
+    await http.respond({"prompt": text, "content": text})
 
 
 async def tokenizer_info(http: HttpExchange, state: ServerState) -> None:

@@ -83,6 +83,10 @@ ROUTE = [
 RUN = [
     Row(HI, 0, ANSWER),
     Row(f"{HI} --raw", 0, ANSWER),
+    Row("run {model} '<|im_start|>hi' --max-tokens 3 --raw", 0, r"\[3 in"),
+    Row("run {model} '<|im_start|>hi' --max-tokens 3 --raw --no-parse-special", 0, r"\[14 in"),
+    Row(f"{HI} --raw --no-add-special-tokens", 0, ANSWER),
+    Row(f"{HI} --no-parse-special", 2, "--no-parse-special need a plain prompt.*add --raw"),
     Row(f"{HI} --quiet", 0, out="."),
     Row(f"{HI} --json", 0, out=r'"finish_reason": "(length|stop)"'),
     Row(f"{HI} --json -n 3 --temperature 1", 0, out=r"(?s)^(\{.*?\}\n){3}$"),

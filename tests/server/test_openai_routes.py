@@ -26,6 +26,7 @@ TEXT: dict[str, Any] = {
     "temperature": 0,
     "ignore_eos": True,
 }
+MARKED = "<|im_start|>hello<|im_end|>"
 SAMPLED = {"temperature": 1.5, "seed": 5, "top_p": 0.9, "presence_penalty": 0.5}
 
 
@@ -341,6 +342,41 @@ class TestOthers:
             assert server.post("/tokenize", wrong).status == 400
         assert server.post("/detokenize", {"tokens": [264]}).status == 400
         assert server.get("/tokenizer_info").json["vocab_size"] == 264
+
+    @pytest.mark.parametrize(
+        ("options", "special", "num_tokens"),
+        [
+            ({"prompt": MARKED}, {1, 2}, 3),
+            ({"prompt": MARKED, "parse_special": False}, set(), 23),
+            ({"prompt": MARKED, "add_special_tokens": False}, {1, 2}, 3),
+            ({"content": MARKED}, {1, 2}, 3),
+            ({"content": MARKED, "parse_special": False, "add_special": True}, set(), 23),
+        ],
+    )
+    def test_control_tokens_in_tokenize(
+        self, server: Running, options: dict[str, Any], special: set[int], num_tokens: int
+    ) -> None:
+        found = server.post("/tokenize", options).json
+        assert ({1, 2} & set(found["tokens"]), found["count"]) == (special, num_tokens)
+        assert server.post("/detokenize", {"tokens": found["tokens"]}).json["content"] == MARKED
+
+    def test_tokenize_as_llama_cpp_does(self, server: Running) -> None:
+        """It adds no special tokens by default; a part of a character has bytes."""
+        options = {"content": "hello\N{SNOWMAN}", "with_pieces": True}
+        tokens = server.post("/tokenize", options).json["tokens"]
+        pieces = [token["piece"] for token in tokens]
+        assert pieces == ["hello", [0xE2], [0x98], [0x83]]
+        assert tokens[0]["id"] == 262
+
+    @pytest.mark.parametrize(("options", "num_tokens"), [({}, 3), ({"parse_special": False}, 23)])
+    def test_control_tokens_in_prompts(
+        self, server: Running, options: dict[str, Any], num_tokens: int
+    ) -> None:
+        found = complete(server, prompt=MARKED, max_tokens=2, echo=True, **options)
+        assert found["usage"]["prompt_tokens"] == num_tokens
+        assert found["choices"][0]["text"].startswith(MARKED)
+        found = server.post("/v1/embeddings", {"input": MARKED} | options).json
+        assert found["usage"]["prompt_tokens"] == num_tokens
 
     def test_models(self, server: Running) -> None:
         (model,) = server.get("/v1/models").json["data"]
