@@ -10,6 +10,7 @@ from headrace.record import frozen
 
 Activations = Literal["int8", "f32"]
 LatentAttention = Literal["plain", "absorbed"]
+RopeScaling = Literal["none", "linear", "yarn"]
 AcceptanceMethod = Literal["exact", "rejection", "typical"]
 
 
@@ -84,6 +85,18 @@ class EngineConfig:
     """Maximum tokens of a sequence, prompt and output; 0: the model's trained context.
     Models whose rotary scaling depends on the context may give other tokens.
     """
+    rope_scaling: RopeScaling | None = None
+    """Rule that stretches the context by `rope_scale`, in place of the rule of the model's
+    files: `yarn` (for models whose cards advise it), `linear`, or `none`. A mapping with
+    the fields of `rope_scaling` in a `config.json` sets the next options too. None: the
+    model's own rule. The rotary options change tokens.
+    """
+    rope_scale: float = 0
+    """Factor of the context, with `rope_scaling`; 0: the factor of the model's rule."""
+    rope_theta: float = 0
+    """Base of the rotary frequencies; 0: the model's own."""
+    yarn_orig_ctx: int = 0
+    """Tokens of context before YaRN stretches it; 0: the model's trained context."""
     attention_window: int = 0
     """Tokens that each layer without a window of its own attends to, besides the first
     `attention_sinks` tokens, in bounded KV memory; 0: no such window. It is lossy and

@@ -66,12 +66,50 @@ def add_activations(parser: Arguments) -> None:
     )
 
 
+ROPE = ("rope_scaling", "rope_scale", "rope_theta", "yarn_orig_ctx")
+
+
+def add_rope(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "context", "They change the rotary embedding, and so the tokens."
+    )
+    group.add_argument(
+        "--rope-scaling",
+        default=EngineConfig.rope_scaling,
+        metavar="RULE",
+        help="rule that stretches the context: yarn, linear or none, or JSON as in a config.json "
+        "(default: the model's own)",
+    )
+    group.add_argument(
+        "--rope-scale",
+        type=float,
+        default=EngineConfig.rope_scale,
+        metavar="F",
+        help="factor of the context; 0: the model's own",
+    )
+    group.add_argument(
+        "--rope-theta",
+        type=float,
+        default=EngineConfig.rope_theta,
+        metavar="B",
+        help="base of the rotary frequencies; 0: the model's own",
+    )
+    group.add_argument(
+        "--yarn-orig-ctx",
+        type=int,
+        default=EngineConfig.yarn_orig_ctx,
+        metavar="N",
+        help="context before YaRN stretches it, in tokens; 0: the model's trained context",
+    )
+
+
 def add_compute(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("compute")
     add_backend(group)
     add_threads(group)
     add_kv_dtype(group)
     add_activations(group)
+    add_rope(parser)
 
 
 PARALLEL = (
@@ -127,7 +165,7 @@ def add_parallel(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> "EngineOptions":
-    names = ("backend", "threads", "kv_dtype", "activations", *PARALLEL)
+    names = ("backend", "threads", "kv_dtype", "activations", *ROPE, *PARALLEL)
     options = {name: getattr(args, name) for name in names if hasattr(args, name)}
     return cast("EngineOptions", options)
 

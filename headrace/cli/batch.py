@@ -16,6 +16,7 @@ from headrace.cli.arguments import (
     add_backend,
     add_kv_dtype,
     add_parallel,
+    add_rope,
     add_threads,
     engine_options,
 )
@@ -63,6 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="maximum sequences in a step (default: 64; 256 on a GPU)",
     )
+    add_rope(parser)
     add_parallel(parser)
 
 

@@ -140,6 +140,10 @@ def _evaluate(args: argparse.Namespace) -> "list[Evaluation]":
             threads=args.threads,
             kv_dtype=args.kv_dtype,
             activations=args.activations,
+            rope_scaling=args.rope_scaling,
+            rope_scale=args.rope_scale,
+            rope_theta=args.rope_theta,
+            yarn_orig_ctx=args.yarn_orig_ctx,
             on_progress=on_progress,
         )
 

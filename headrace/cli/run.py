@@ -23,12 +23,14 @@ from typing import Any, get_args
 from headrace.cli.arguments import (
     DEFAULT_MODEL,
     PARALLEL,
+    ROPE,
     Arguments,
     add_activations,
     add_backend,
     add_kv_dtype,
     add_model,
     add_parallel,
+    add_rope,
     add_threads,
 )
 from headrace.config import INTERACTIVE, AcceptanceMethod, EngineConfig
@@ -57,6 +59,7 @@ _ENGINE_OPTIONS = (
     "max_model_len",
     "attention_window",
     "attention_sinks",
+    *ROPE,
     *PARALLEL,
     "proposer",
     "max_draft_tokens",
@@ -82,6 +85,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_threads(compute)
     add_activations(compute)
     _add_memory(parser.add_argument_group("memory"))
+    add_rope(parser)
     add_parallel(parser)
     _add_speculation(
         parser.add_argument_group(

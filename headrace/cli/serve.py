@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.cli.arguments import (
     PARALLEL,
+    ROPE,
     Arguments,
     add_activations,
     add_backend,
     add_kv_dtype,
     add_parallel,
+    add_rope,
     add_threads,
 )
 from headrace.cli.server_arguments import add_server, announce, check_installed, settings_of
@@ -45,6 +47,7 @@ _ENGINE_OPTIONS = (
     "queue_timeout",
     "proposer",
     "draft_model",
+    *ROPE,
     *PARALLEL,
 )
 
@@ -83,6 +86,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_activations(compute)
     _add_memory(parser.add_argument_group("memory and batching"))
     _add_speculation(parser.add_argument_group("speculative decoding"))
+    add_rope(parser)
     add_parallel(parser)
     _add_replicas(parser.add_argument_group("replicas, on Ray"))
 

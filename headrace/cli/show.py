@@ -12,6 +12,7 @@ from headrace.cli.arguments import (
     add_json,
     add_model,
     add_parallel,
+    add_rope,
     engine_options,
 )
 
@@ -24,6 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser, optional=True)
     add_json(parser)
     add_backend(parser.add_argument_group("compute"))
+    add_rope(parser)
     add_parallel(parser)
 
 

@@ -17,6 +17,7 @@ from headrace.loader.backend_choice import with_backend
 from headrace.loader.drafts import compile_draft_models, open_draft_checkpoints, target_program
 from headrace.loader.memory import default_logit_rows, draft_rows, fit_memory, step_rows
 from headrace.loader.ranks import compile_ranks, follow_if_not_rank_0
+from headrace.loader.rope import with_rope_options
 from headrace.parallel.config import mesh_of, threads_per_rank
 from headrace.prompts import PromptReader
 from headrace.speculation.proposers import make_proposers
@@ -54,17 +55,24 @@ def load_model(model: str, config: EngineConfig) -> LoadedModel:
         raise
 
 
+def open_files(model: str, config: EngineConfig) -> Checkpoint:
+    """Open a model with the options that change its specification. Raises as `load_model`."""
+    checkpoint = open_checkpoint(resolve(model), is_absorbed=config.latent_attention == "absorbed")
+    return replace(checkpoint, spec=with_rope_options(checkpoint.spec, config))
+
+
 def open_model(model: str, config: EngineConfig) -> Checkpoint:
     """Find a model, download it if necessary, and open it without reading weights.
 
     The checkpoint's `spec.context` is `max_model_len`. Raises as `load_model`.
     """
-    checkpoint = open_checkpoint(resolve(model), is_absorbed=config.latent_attention == "absorbed")
+    checkpoint = open_files(model, config)
     spec = checkpoint.spec
     if config.max_model_len > spec.max_context:
         raise RequestError(
             f"max_model_len is {config.max_model_len:,}, but the model's context has "
-            f"{spec.max_context:,} tokens; set max_model_len to {spec.max_context:,} or less"
+            f"{spec.max_context:,} tokens; set max_model_len to {spec.max_context:,} or less, or "
+            "stretch the context with rope_scaling and rope_scale if the model's card advises it"
         )
     # Some models scale their rotary frequencies by the context.
     return replace(checkpoint, spec=replace(spec, context=config.max_model_len or spec.max_context))

@@ -2,6 +2,7 @@
 conflicts.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, get_args
@@ -14,6 +15,7 @@ from headrace.config import (
     EngineConfig,
     LatentAttention,
     Preset,
+    RopeScaling,
 )
 from headrace.engine.engine import SCHEDULERS
 from headrace.errors import RequestError
@@ -28,6 +30,7 @@ _INTEGERS = {  # option: (min, max)
     "kv_blocks": (0, MAX_BLOCKS),
     "kv_offload_bytes": (0, 2**48),
     "max_model_len": (0, 2**26),
+    "yarn_orig_ctx": (0, 2**26),
     "attention_window": (0, 2**26),
     "attention_sinks": (0, 2**26),
     "max_num_seqs": (1, 2**16),
@@ -40,14 +43,21 @@ _INTEGERS = {  # option: (min, max)
     "draft_width": (1, 16),
     "seed": (0, 2**64 - 1),
 }
-_NULLABLE = ("max_num_seqs", "max_num_batched_tokens", "chunked_prefill_size")
-"""Options whose None means the backend's default."""
-_TIMES = {"target_token_ms": 1e6, "multi_step_ms": 1e6, "queue_timeout": 1e8}  # option: max
+_NULLABLE = ("max_num_seqs", "max_num_batched_tokens", "chunked_prefill_size", "rope_scaling")
+"""Options whose None means the default of the backend or model."""
+_NUMBERS = {  # option: max
+    "target_token_ms": 1e6,
+    "multi_step_ms": 1e6,
+    "queue_timeout": 1e8,
+    "rope_scale": 1e4,
+    "rope_theta": 1e12,
+}
 _CHOICES = {
     "backend": get_args(BackendName),
     "kv_dtype": get_args(KvDtype),
     "activations": get_args(Activations),
     "latent_attention": get_args(LatentAttention),
+    "rope_scaling": get_args(RopeScaling),
     "proposer": PROPOSERS,
     "acceptance_method": get_args(AcceptanceMethod),
     "batching": tuple(SCHEDULERS),
@@ -60,6 +70,14 @@ _FLAGS = (
     "jump_forward",
 )
 _TEXTS = ("draft_model", "medusa_heads")
+_ROPE_FIELDS = {
+    "type": "rope_scaling",
+    "rope_type": "rope_scaling",
+    "factor": "rope_scale",
+    "rope_theta": "rope_theta",
+    "original_max_position_embeddings": "yarn_orig_ctx",
+}
+"""Options by the field of `rope_scaling` in a `config.json`."""
 
 
 def engine_config(options: Mapping[str, Any], preset: Preset = SERVING) -> EngineConfig:
@@ -68,6 +86,7 @@ def engine_config(options: Mapping[str, Any], preset: Preset = SERVING) -> Engin
     Raises RequestError if an option is unknown, a value is out of range, or options of
     speculative decoding contradict each other.
     """
+    options = _with_rope_fields(options)
     check_names("option", options, (field.name for field in fields(EngineConfig)))
     checked = {name: _checked(name, value) for name, value in options.items()}
     config = EngineConfig(**dict(preset.engine) | checked)
@@ -75,13 +94,34 @@ def engine_config(options: Mapping[str, Any], preset: Preset = SERVING) -> Engin
     return config
 
 
+def _with_rope_fields(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Spread a `rope_scaling` in the form of a `config.json`, as vLLM takes it, over options."""
+    given = options.get("rope_scaling")
+    if isinstance(given, str) and given.lstrip().startswith("{"):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            raise RequestError(f"rope_scaling is not JSON: {given[:80]!r}") from None
+    if not isinstance(given, Mapping):
+        return options
+    unknown = [str(name) for name in given if name not in _ROPE_FIELDS]
+    if unknown:
+        raise RequestError(
+            f"rope_scaling.{unknown[0][:80]} is not an option; write it in the model's config.json"
+        )
+    spread = {_ROPE_FIELDS[name]: value for name, value in given.items()}
+    if twice := sorted(name for name in spread if name != "rope_scaling" and options.get(name)):
+        raise RequestError(f"{twice[0]} is in rope_scaling too; leave one out")
+    return {**options, "rope_scaling": None} | spread
+
+
 def _checked(name: str, value: Any) -> Any:
     if name in _NULLABLE and value is None:
         return None
     if name in _INTEGERS:
         return integer(name, value, *_INTEGERS[name])
-    if name in _TIMES:
-        return number(name, value, 0.0, _TIMES[name])
+    if name in _NUMBERS:
+        return number(name, value, 0.0, _NUMBERS[name])
     if name in _CHOICES and value not in _CHOICES[name]:
         raise RequestError(f"{name} must be one of {', '.join(_CHOICES[name])}, not {value!r}")
     if name == "pipeline_layers":

@@ -16,12 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backend import lower_program
-from headrace.checkpoint.load import Checkpoint, open_checkpoint
-from headrace.checkpoint.source import resolve
+from headrace.checkpoint.load import Checkpoint
 from headrace.config import OFFLINE, EngineConfig
 from headrace.errors import RequestError
 from headrace.loader.backend_choice import with_backend
-from headrace.loader.load import load_model
+from headrace.loader.load import load_model, open_files
 from headrace.loader.options import engine_config
 from headrace.measure.options import EngineOptions
 from headrace.measure.progress import ProgressCallback, ignore_progress
@@ -209,7 +208,7 @@ def _open(
 ) -> tuple[Checkpoint, EngineConfig]:
     lengths = {"max_model_len": length, "max_num_seqs": max_num_seqs}
     config = engine_config({**options, **lengths}, OFFLINE)
-    checkpoint = open_checkpoint(resolve(model))
+    checkpoint = open_files(model, config)
     context = checkpoint.spec.max_context
     if length > context:
         raise RequestError(

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from headrace.backend import Executable, compile_program, forward
 from headrace.backend_traits import BackendName
 from headrace.batch import Ints, RaggedBatch
-from headrace.checkpoint.load import Checkpoint, open_checkpoint
-from headrace.checkpoint.source import resolve
+from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig, KvConfig
 from headrace.errors import RequestError
 from headrace.kv.blocks import Table
@@ -26,6 +25,7 @@ from headrace.loader.drafts import (
     first_layers,
     open_draft_checkpoints,
 )
+from headrace.loader.load import open_files
 from headrace.loader.memory import fit_memory
 from headrace.loader.options import engine_config
 from headrace.measure.progress import ProgressCallback, ignore_progress
@@ -152,7 +152,7 @@ def calibrate(
     if draft_model:
         options |= {"proposer": "draft_model", "draft_model": draft_model}
     config = engine_config(options)
-    checkpoint = open_checkpoint(resolve(model))
+    checkpoint = open_files(model, config)
     layers = _checked_layers(layers, checkpoint.spec.num_layers, draft_model)
     tokenizer = checkpoint.load_tokenizer()
     text = _Text(tokenizer.encode(prompt), tokens, max_depth)

@@ -14,6 +14,7 @@ from headrace.config import EngineConfig
 from headrace.loader.backend_choice import choose_backend
 from headrace.loader.memory import memory_for
 from headrace.loader.options import engine_config
+from headrace.loader.rope import with_rope_options
 from headrace.measure.options import EngineOptions
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
@@ -36,9 +37,10 @@ def describe(model: str, **options: Unpack[EngineOptions]) -> dict[str, Any]:
     path = resolve(model)
     has_weights = not is_config_only(path)
     checkpoint = open_checkpoint(path) if has_weights else open_dummy_checkpoint(path)
+    config = engine_config(options)
+    checkpoint = replace(checkpoint, spec=with_rope_options(checkpoint.spec, config))
     spec, tensors = checkpoint.spec, checkpoint.tensors.values()
     traced = trace_model(spec, checkpoint.tensors)
-    config = engine_config(options)
     choice = choose_backend(config, checkpoint)
     config = replace(config, backend=choice.backend)
     program = lower_program(config.backend, traced, checkpoint.tensors)

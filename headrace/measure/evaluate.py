@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.backend_traits import BackendName, KvDtype
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
-from headrace.config import Activations, EngineConfig
+from headrace.config import Activations, EngineConfig, RopeScaling
 from headrace.convert.layer_errors import layer_errors
 from headrace.convert.matrices import Target, quantisable
 from headrace.convert.methods import METHODS, Method, prepare_model, quantise_matrices
@@ -16,6 +16,7 @@ from headrace.convert.spill_file import SpillFile
 from headrace.convert.texts import calibration_pieces, read_text, text_pieces
 from headrace.errors import RequestError
 from headrace.loader.backend_choice import with_backend
+from headrace.loader.load import open_files
 from headrace.loader.options import engine_config
 from headrace.measure.progress import ProgressCallback, ignore_progress, track
 from headrace.planner.host import usable_cores
@@ -81,6 +82,10 @@ def evaluate(
     threads: int = EngineConfig.threads,
     kv_dtype: KvDtype = EngineConfig.kv_dtype,
     activations: Activations = EngineConfig.activations,
+    rope_scaling: RopeScaling | None = EngineConfig.rope_scaling,
+    rope_scale: float = EngineConfig.rope_scale,
+    rope_theta: float = EngineConfig.rope_theta,
+    yarn_orig_ctx: int = EngineConfig.yarn_orig_ctx,
     on_progress: ProgressCallback = ignore_progress,
 ) -> list[Evaluation]:
     """Evaluate a model on a text, then the model with its matrices in each of `formats`.
@@ -109,6 +114,10 @@ def evaluate(
         "threads": threads,
         "kv_dtype": kv_dtype,
         "activations": activations,
+        "rope_scaling": rope_scaling,
+        "rope_scale": rope_scale,
+        "rope_theta": rope_theta,
+        "yarn_orig_ctx": yarn_orig_ctx,
     }
     evaluator = _Evaluator(model, options, text, tokens, length, on_progress)
 
@@ -136,7 +145,7 @@ class _Evaluator:
         length: int,
         on_progress: ProgressCallback,
     ) -> None:
-        checkpoint = open_checkpoint(resolve(model))
+        checkpoint = open_files(model, engine_config(options))
         self._length = min(length, checkpoint.spec.max_context)
         config = engine_config(options | {"max_model_len": self._length})
         self._config = with_backend(config, checkpoint)

@@ -3,16 +3,20 @@
 from typing import TypedDict
 
 from headrace.backend_traits import BackendName, KvDtype
-from headrace.config import Activations
+from headrace.config import Activations, RopeScaling
 
 
 class EngineOptions(TypedDict, total=False):
-    """Fields of `EngineConfig` that change the speed; each keeps its default there."""
+    """Fields of `EngineConfig` that change the speed or the model; each keeps its default there."""
 
     backend: BackendName
     threads: int
     kv_dtype: KvDtype
     activations: Activations
+    rope_scaling: RopeScaling | None
+    rope_scale: float
+    rope_theta: float
+    yarn_orig_ctx: int
     tensor_parallel_size: int
     pipeline_parallel_size: int
     pipeline_layers: tuple[int, ...]

@@ -10,6 +10,7 @@ from headrace.checkpoint.source import resolve
 from headrace.config import EngineConfig
 from headrace.errors import MemoryLimitError, RequestError
 from headrace.loader.backend_choice import with_backend
+from headrace.loader.load import open_files
 from headrace.loader.memory import memory_for
 from headrace.loader.options import engine_config
 from headrace.measure.experts import ExpertProfile, expert_profile
@@ -54,7 +55,7 @@ def profile(
     MemoryLimitError.
     """
     config = engine_config(options)
-    checkpoint = open_checkpoint(resolve(model))
+    checkpoint = open_files(model, config)
     config = with_backend(config, checkpoint)
     traced = trace_model(checkpoint.spec, checkpoint.tensors)
     context = checkpoint.spec.max_context

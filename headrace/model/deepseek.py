@@ -126,7 +126,7 @@ def _gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
     if rope and weight:
         temperature = yarn_temperature(rope.factor, weight)
         rope = replace(
-            rope, attention_factor=(rope.attention_factor or 1.0) / yarn_temperature(rope.factor)
+            rope, attention_factor=fields.positive("deepseek2.rope.scaling.attn_factor", 1.0)
         )
     scale = temperature**2 * max(head_dim, 1) ** -0.5
     spec = replace(

@@ -1,10 +1,11 @@
 """Common fields of a Hugging Face `config.json`, with the meaning and defaults of transformers."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from headrace.errors import UnsupportedModelError
-from headrace.model.fields import Fields
+from headrace.model.fields import Fields, shown
+from headrace.model.rope import stretched_context
 from headrace.model.sources import weights
 from headrace.model.spec import ModelSpec, RopeSpec, layer_range
 from headrace.program.ops import Activation
@@ -68,7 +69,12 @@ _ROPE_FIELDS = {
     "finetuned",
     "short_factor",
     "long_factor",
+    # The three positions of a text token are equal, so multimodal sections change nothing.
+    "mrope_section",
+    "mrope_interleaved",
 }
+_PLAIN_ROPE = (None, "default", "none", "mrope")
+_KINDS_OF_LAYER = ("full_attention", "sliding_attention")
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -112,7 +118,15 @@ def decoder_spec(
     if "num_key_value_heads" in config or kv_heads is None:
         kv_heads = num_heads
     context = config.integer("max_position_embeddings", max_context)
-    rope = rope or rope_spec(config, head_dim, context, theta=theta, partial=partial)
+    window_rope = None
+    if rope is None:
+        full, sliding = (
+            rope_spec(config, head_dim, context, theta=theta, partial=partial, kind_of_layer=kind)
+            for kind in _KINDS_OF_LAYER
+        )
+        rope, window_rope = full, (sliding if sliding != full else None)
+        if full.dim != sliding.dim:
+            raise config.unsupported("rope_parameters", ": layers rotate different numbers")
     return ModelSpec(
         architecture=architecture,
         num_layers=config.integer("num_hidden_layers"),
@@ -122,9 +136,10 @@ def decoder_spec(
         head_dim=head_dim,
         ffn_dim=config.integer("intermediate_size", 4 * dim),
         vocab_size=config.integer("vocab_size"),
-        max_context=int(context * rope.factor) if rope.scaling == "dynamic" else context,
+        max_context=stretched_context(rope, context),
         norm_eps=config.number(eps_field, default_eps),
         rope=rope,
+        window_rope=window_rope,
         windows=windows,
         tied_embeddings=config.flag("tie_word_embeddings", tied),
     )
@@ -184,41 +199,47 @@ def rope_spec(
 ) -> RopeSpec:
     """The rotary embedding, from `rope_parameters` (transformers 5) or `rope_scaling` (before).
 
-    `kind_of_layer` selects a section of `rope_parameters`.
+    A file may have a section for each kind of layer; `kind_of_layer` chooses one. If a model card
+    adds `rope_scaling` to `rope_parameters`, the base stays the base of the file.
     """
-    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    values = config.section(key)
-    if kind_of_layer and kind_of_layer in values:
-        values = values.section(kind_of_layer)
+    stored = _of_layers(config, "rope_parameters", kind_of_layer)
+    own_section = stored.where.endswith(": sliding_attention")
+    key = "rope_scaling" if config.get("rope_scaling") and not own_section else "rope_parameters"
+    values = _of_layers(config, key, kind_of_layer)
     for field in values:
         if field not in _ROPE_FIELDS:
-            raise UnsupportedModelError(f"{values.where}: {key}.{field[:80]} is not supported")
+            raise UnsupportedModelError(f"{values.where}.{field[:80]} is not supported")
 
     share = values.number(
-        "partial_rotary_factor", config.number("partial_rotary_factor", partial or 1.0)
+        "partial_rotary_factor",
+        stored.number(
+            "partial_rotary_factor", config.number("partial_rotary_factor", partial or 1.0)
+        ),
     )
     if share != 1 and partial is None:
         raise values.unsupported("partial_rotary_factor")
     dim = int(head_dim * share) if share != 1 else head_dim
-    theta = values.number("rope_theta", config.number("rope_theta", theta))
-    kind = values.get("rope_type", values.get("type", "default"))
+    theta = values.number(
+        "rope_theta", stored.number("rope_theta", config.number("rope_theta", theta))
+    )
+    kind = values.get("rope_type") or values.get("type")
     # A field of this name outside the section takes precedence, as in transformers.
     original = config.integer(
         "original_max_position_embeddings",
         values.integer("original_max_position_embeddings", max_context),
     )
 
+    if kind in _PLAIN_ROPE:
+        return RopeSpec(dim, theta)
     match kind:
-        case "default":
-            return RopeSpec(dim, theta)
         case "linear":
-            return RopeSpec(dim, theta, scaling="linear", factor=values.number("factor"))
+            return RopeSpec(dim, theta, scaling="linear", factor=values.positive("factor"))
         case "dynamic":
             return RopeSpec(
                 dim,
                 theta,
                 scaling="dynamic",
-                factor=values.number("factor"),
+                factor=values.positive("factor"),
                 original_context=max_context,
             )
         case "llama3":
@@ -228,7 +249,7 @@ def rope_spec(
                 scaling="llama3",
                 low_freq_factor=values.number("low_freq_factor"),
                 high_freq_factor=values.number("high_freq_factor"),
-                factor=values.number("factor"),
+                factor=values.positive("factor"),
                 original_context=original,
             )
         case "yarn":
@@ -244,9 +265,19 @@ def rope_spec(
                 factors=values.number_list("short_factor"),
                 long_factors=values.number_list("long_factor"),
             )
-    raise UnsupportedModelError(
-        f"{values.where}: {key}.rope_type = {str(kind)[:80]} is not supported"
-    )
+    raise UnsupportedModelError(f"{values.where}.rope_type = {shown(kind)} is not supported")
+
+
+def _of_layers(config: Fields, key: str, kind_of_layer: str) -> Fields:
+    """The section `key`, or its section of a kind of layer if it has such sections."""
+    values = config.section(key)
+    kinds = [name for name, value in values.items() if isinstance(value, Mapping)]
+    for name in kinds:
+        if name not in _KINDS_OF_LAYER:
+            raise UnsupportedModelError(f"{values.where}.{name[:80]} is not supported")
+    if not kinds:
+        return values
+    return values.section(kind_of_layer if kind_of_layer in kinds else kinds[0])
 
 
 def _yarn(values: Fields, dim: int, theta: float, original: int, max_context: int) -> RopeSpec:
@@ -254,7 +285,7 @@ def _yarn(values: Fields, dim: int, theta: float, original: int, max_context: in
         dim,
         theta,
         scaling="yarn",
-        factor=values.number("factor", max_context / max(original, 1)),
+        factor=values.positive("factor", max_context / max(original, 1)),
         original_context=original,
         beta_fast=values.number("beta_fast", 32.0) or 32.0,
         beta_slow=values.number("beta_slow", 1.0) or 1.0,

@@ -1,6 +1,7 @@
 """Common GGUF metadata (keys as in ggml, `docs/gguf.md`)."""
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -70,8 +71,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_scale": (0.0, 1.0),
     "residual_scale": (0.0, 1.0),
     "rope.dimension_sections": (),
+    "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (1.0,),
-    "rope.scaling.yarn_log_multiplier": (0.0,),
     "use_parallel_residual": (False,),
 }
 """Values that a plain decoder computes; others are refused."""
@@ -108,6 +109,7 @@ def decoder_spec(
             )
     window = fields.integer(f"{architecture}.attention.sliding_window", 0)
     embedding = tensors.get("token_embd.weight")
+    rope = rope_spec(fields, tensors, architecture, head_dim)
     is_rms = f"{architecture}.attention.layer_norm_epsilon" not in fields
     return ModelSpec(
         architecture=architecture,
@@ -121,13 +123,13 @@ def decoder_spec(
         ffn_dim=_same_in_every_layer(fields, f"{architecture}.feed_forward_length"),
         # Without an embedding, the check of the tensors refuses the file later.
         vocab_size=embedding.rows if embedding else 1,
-        max_context=fields.integer(f"{architecture}.context_length"),
+        max_context=_max_context(fields, architecture, rope),
         norm_eps=fields.number(
             f"{architecture}.attention.layer_norm_{'rms_' if is_rms else ''}epsilon"
         ),
         norm="rms" if is_rms else "layer",
         norm_bias="output_norm.bias" in tensors,
-        rope=rope_spec(fields, tensors, architecture, head_dim),
+        rope=rope,
         windows=(window,) * len(layer_range(num_layers)) if window else (),
         tied_embeddings="output.weight" not in tensors,
         qkv_bias=any(f"blk.0.attn_{name}.bias" in tensors for name in ("q", "k", "v", "qkv")),
@@ -151,26 +153,6 @@ def expert_spec(fields: Fields, tensors: Tensors, architecture: str, spec: Model
     )
 
 
-def longrope_spec(
-    fields: Fields, tensors: Tensors, architecture: str, spec: ModelSpec
-) -> RopeSpec | None:
-    short, long = (tensors.get(f"rope_factors_{length}.weight") for length in ("short", "long"))
-    if not (spec.rope and short and long):
-        return spec.rope
-    prefix = f"{architecture}.rope.scaling"
-    original = fields.integer(f"{prefix}.original_context_length", spec.max_context)
-    temperature = fields.positive(f"{prefix}.attn_factor", 1.0)
-    return RopeSpec(
-        spec.rope.dim,
-        spec.rope.theta,
-        scaling="longrope",
-        original_context=original,
-        attention_factor=temperature,
-        factors=_factors(fields, short),
-        long_factors=_factors(fields, long),
-    )
-
-
 def _factors(fields: Fields, stored: StoredTensor) -> tuple[float, ...]:
     if stored.rows * stored.cols > _MAX_ROPE_FACTORS:
         raise FormatError(
@@ -191,10 +173,23 @@ def _same_in_every_layer(fields: Fields, key: str, default: int | None = None) -
     return int(values[0])
 
 
+def _max_context(fields: Fields, architecture: str, rope: RopeSpec) -> int:
+    """The max length. Converters state it before or after the rotary rule stretches it."""
+    context = fields.integer(f"{architecture}.context_length")
+    return max(context, round(_original_context(fields, architecture) * rope.factor))
+
+
+def _original_context(fields: Fields, architecture: str) -> int:
+    return fields.integer(f"{architecture}.rope.scaling.original_context_length", 0)
+
+
 def rope_spec(fields: Fields, tensors: Tensors, architecture: str, head_dim: int) -> RopeSpec:
+    """The rotary embedding, with the arithmetic of llama.cpp."""
     prefix = f"{architecture}.rope"
-    dim = fields.integer(f"{prefix}.dimension_count", head_dim)
-    theta = fields.number(f"{prefix}.freq_base", 10000.0)
+    plain = RopeSpec(
+        fields.integer(f"{prefix}.dimension_count", head_dim),
+        fields.number(f"{prefix}.freq_base", 10000.0),
+    )
     # Older converters wrote only the linear factor, under another key.
     factor = (
         fields.number(f"{prefix}.scaling.factor", 0.0)
@@ -202,27 +197,42 @@ def rope_spec(fields: Fields, tensors: Tensors, architecture: str, head_dim: int
         or 1.0
     )
     scaling = fields.string(f"{prefix}.scaling.type", "linear" if factor != 1.0 else "none")
-    attention_factor = fields.number(f"{prefix}.scaling.attn_factor", 1.0)
-    is_longrope = "rope_factors_long.weight" in tensors and "rope_factors_short.weight" in tensors
+    attention_factor = fields.positive(f"{prefix}.scaling.attn_factor", 1.0)
+    short, long = (tensors.get(f"rope_factors_{length}.weight") for length in ("short", "long"))
+    if short and long:
+        # The factors of a pair take the place of a rule.
+        return replace(
+            plain,
+            scaling="longrope",
+            original_context=_original_context(fields, architecture)
+            or fields.integer(f"{architecture}.context_length"),
+            attention_factor=attention_factor,
+            factors=_factors(fields, short),
+            long_factors=_factors(fields, long),
+        )
     stored = tensors.get(_ROPE_FACTORS)
-    factors = _factors(fields, stored) if stored else ()
+    plain = replace(plain, factors=_factors(fields, stored) if stored else ())
     if scaling == "yarn":
-        return RopeSpec(
-            dim,
-            theta,
+        weight = fields.number(f"{prefix}.scaling.yarn_log_multiplier", 0.0)
+        if weight < 0:
+            raise fields.unsupported(f"{prefix}.scaling.yarn_log_multiplier")
+        return replace(
+            plain,
             scaling="yarn",
             factor=factor,
-            original_context=fields.integer(f"{prefix}.scaling.original_context_length", 0),
+            original_context=_original_context(fields, architecture),
             beta_fast=fields.number(f"{prefix}.scaling.yarn_beta_fast", 32.0),
             beta_slow=fields.number(f"{prefix}.scaling.yarn_beta_slow", 1.0),
-            attention_factor=attention_factor * yarn_temperature(factor),
-            factors=factors,
+            attention_factor=attention_factor
+            * yarn_temperature(factor)
+            / yarn_temperature(factor, weight),
         )
-    # A longrope model has an attention factor too, which `longrope_spec` reads.
-    if attention_factor != 1.0 and not is_longrope:
-        raise fields.unsupported(f"{prefix}.scaling.attn_factor", " without yarn")
-    if scaling == "linear":
-        return RopeSpec(dim, theta, scaling="linear", factor=factor, factors=factors)
-    if scaling == "none":
-        return RopeSpec(dim, theta, factors=factors)
-    raise fields.unsupported(f"{prefix}.scaling.type")
+    if scaling not in ("linear", "none"):
+        reason = ": the tensors rope_factors_long and rope_factors_short are missing"
+        raise fields.unsupported(f"{prefix}.scaling.type", reason if scaling == "longrope" else "")
+    return replace(
+        plain,
+        scaling="linear" if scaling == "linear" else "none",
+        factor=factor if scaling == "linear" else 1.0,
+        attention_factor=None if attention_factor == 1.0 else attention_factor,
+    )

@@ -75,10 +75,13 @@ def _gemma3_config(config: Fields) -> ModelSpec:
         # Before transformers 5, the base has a field of its own.
         window_rope = RopeSpec(head_dim, config.number("rope_local_base_freq", 10000.0))
     period = config.integer("_sliding_window_pattern", config.integer("sliding_window_pattern", 6))
+    spec = _config_spec(config, "gemma3", period, rope, (0.0, 0.0))
     return replace(
-        _config_spec(config, "gemma3", period, rope, (0.0, 0.0)),
+        spec,
         qk_norm="head",
         window_rope=window_rope,
+        # Google's files state the context after the linear rule.
+        max_context=context if rope.scaling == "linear" else spec.max_context,
     )
 
 

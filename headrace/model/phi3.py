@@ -18,9 +18,7 @@ def _config_spec(config: Fields) -> ModelSpec:
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
     spec = from_gguf.decoder_spec(fields, tensors, "phi3")
-    return replace(
-        spec, gated_mlp=True, rope=from_gguf.longrope_spec(fields, tensors, "phi3", spec)
-    )
+    return replace(spec, gated_mlp=True)
 
 
 PHI3 = Family(

@@ -28,15 +28,33 @@ def inverse_frequencies(
         frequencies = frequencies / np.array(factors)
     match rope.scaling:
         case "none" | "dynamic":
-            return frequencies, 1.0
+            return frequencies, _given_attention_factor(rope)
         case "linear":
-            return frequencies / rope.factor, 1.0
+            return frequencies / rope.factor, _given_attention_factor(rope)
         case "llama3":
             return _llama3(frequencies, rope, original_context), 1.0
         case "yarn":
             return _yarn(frequencies, rope, original_context), _yarn_attention_factor(rope)
         case "longrope":
             return frequencies, _longrope_attention_factor(rope, original_context)
+
+
+def stretched_context(rope: RopeSpec, context: int) -> int:
+    """Return the max length of a model that a rule stretches beyond its trained `context`.
+
+    The rules llama3 and longrope do not count: files state their stretched length. vLLM has the
+    same arithmetic.
+    """
+    match rope.scaling:
+        case "yarn":
+            return max(context, round((rope.original_context or context) * rope.factor))
+        case "linear" | "dynamic":
+            return max(context, round(context * rope.factor))
+    return context
+
+
+def _given_attention_factor(rope: RopeSpec) -> float:
+    return 1.0 if rope.attention_factor is None else rope.attention_factor
 
 
 def _dynamic_theta(rope: RopeSpec, original_context: int, context: int) -> float:

@@ -1,4 +1,5 @@
 import json
+import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -276,8 +277,8 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.*gptq"),
     ({"num_local_experts": 8}, "num_local_experts"),
     ({"rope_scaling": {"type": "proportional", "factor": 2.0}}, r"rope_type = proportional"),
-    ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
-    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+    ({"rope_parameters": {"rope_type": "default", "sections": [1, 2]}}, "rope_parameters.sections"),
+    ({"rope_parameters": {"chunked_attention": {"factor": 2.0}}}, "chunked_attention"),
     ({"layer_types": ["sliding_attention"] * 3}, "layer_types"),
     ({"layer_types": ["chunked_attention"] * 3}, "layer_types"),
     (
@@ -296,6 +297,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"rope_theta": float("inf")}, "rope_theta"),
     ({"rope_scaling": [1]}, "rope_scaling must be an object"),
     ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+    ({"rope_scaling": {"type": "linear", "factor": 0}}, r"factor is 0\.0, but must be positive"),
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
 ]
 
@@ -308,7 +310,6 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"head_dim": 15}, "15 rotary dimensions"),
     ({"rms_norm_eps": -1}, "epsilon"),
     ({"rope_theta": 0.5}, "rotary base"),
-    ({"rope_scaling": {"type": "linear", "factor": 0}}, "rotary factor"),
     ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor"),
     ({"rope_scaling": YARN | {"beta_fast": -1}}, "beta_fast"),
     (
@@ -483,6 +484,8 @@ class TestGguf:
             ),
             ({"llama.rope.scale_linear": 2.0}, RopeSpec(16, scaling="linear", factor=2.0)),
             ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, RopeSpec(16)),
+            ({"llama.rope.scaling.attn_factor": 1.25}, RopeSpec(16, attention_factor=1.25)),
+            ({"llama.rope.scaling.finetuned": True}, RopeSpec(16)),
         ],
     )
     def test_rope(self, write_gguf: Any, change: dict[str, Any], rope: RopeSpec) -> None:
@@ -504,6 +507,40 @@ class TestGguf:
         frequencies, scale = inverse_frequencies(rope, 256, 256)
         np.testing.assert_allclose(frequencies, expected.double().numpy(), rtol=2e-6)
         assert scale == pytest.approx(factor)
+
+    @pytest.mark.parametrize(
+        ("keys", "scale"),
+        [
+            ({}, 0.1 * math.log(4) + 1),
+            ({"attn_factor": 0.5}, 0.5 * (0.1 * math.log(4) + 1)),
+            ({"yarn_log_multiplier": 1.0}, 1.0),
+            (
+                {"yarn_log_multiplier": 0.5},
+                (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1),
+            ),
+        ],
+    )
+    def test_yarn_as_llama_cpp_computes_it(
+        self, write_gguf: Any, keys: dict[str, float], scale: float
+    ) -> None:
+        yarn = {"type": "yarn", "factor": 4.0, "original_context_length": 256} | keys
+        change = {f"llama.rope.scaling.{key}": value for key, value in yarn.items()}
+        spec = open_checkpoint(write_gguf(change)).spec
+        assert spec.max_context == 1024
+        assert inverse_frequencies(spec.rope, 1024, 1024)[1] == pytest.approx(scale)
+
+    def test_longrope_factors_of_any_family(self, write_gguf: Any) -> None:
+        short, long = np.linspace(1, 2, 8), np.linspace(2, 9, 8)
+        change = {
+            "llama.rope.scaling.type": "longrope",
+            "llama.rope.scaling.original_context_length": 64,
+        }
+        weights = {"rope_factors_short.weight": short, "rope_factors_long.weight": long}
+        weights = {name: values.astype(np.float32) for name, values in weights.items()}
+        rope = open_checkpoint(write_gguf(change, weights)).spec.rope
+        assert rope.scaling == "longrope" and rope.original_context == 64
+        assert rope.factors == tuple(weights["rope_factors_short.weight"].tolist())
+        assert inverse_frequencies(rope, 256, 256)[0][0] == pytest.approx(0.5)
 
     def test_factors_of_llama3(self, write_gguf: Any) -> None:
         factors = np.linspace(1, 8, 8, dtype=np.float32)
@@ -536,7 +573,8 @@ class TestGguf:
             ({"llama.attention.causal": False}, "attention.causal"),
             ({"llama.attn_logit_softcapping": 50.0}, "softcapping"),
             ({"llama.rope.scaling.type": "longrope"}, "longrope"),
-            ({"llama.rope.scaling.attn_factor": 1.2}, "attn_factor"),
+            ({"llama.rope.scaling.yarn_attn_factor": 1.2}, "yarn_attn_factor"),
+            ({"llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor"),
             ({"llama.attention.value_length": 8}, "value_length"),
             ({"llama.attention.head_count_kv": [2, 1]}, "head_count_kv differs"),
             ({"split.count": 2}, "split.count"),

@@ -11,13 +11,17 @@ import pytest
 
 from headrace.checkpoint.load import open_checkpoint
 from headrace.convert.destination import check_destination
+from headrace.convert.folder.config import config_json
 from headrace.convert.folder.matrix_writer import pack_bits
 from headrace.convert.folder.writer import matrix_writer, plan_folder, write_folder
 from headrace.convert.matrices import quantisable
 from headrace.convert.source_model import SourceModel, open_source_model
 from headrace.errors import HeadraceError, RequestError, UnsupportedModelError
+from headrace.model import FAMILIES
+from headrace.model.fields import JsonFields
 from headrace.quant.format_names import named_format
 from headrace.quant.formats import StoredTensor
+from tests.checkpoint.conftest import write_tiny_gguf
 from tests.convert.conversion import quantise
 from tests.families import save_model
 from tests.llama_cpp import fixtures
@@ -163,6 +167,20 @@ def test_models_that_no_config_json_describes(tmp_path: Path) -> None:
     assert original.checkpoint.spec.rope and original.checkpoint.spec.rope.factors
     with pytest.raises(UnsupportedModelError, match=r"rope would be .* convert it to GGUF"):
         plan_folder(original, None, (), "BF16")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"type": "linear", "factor": 4.0},
+        {"type": "yarn", "factor": 4.0, "original_context_length": 256, "attn_factor": 0.9},
+    ],
+)
+def test_rotary_rules_that_config_json_describes(keys: dict[str, Any], tmp_path: Path) -> None:
+    change = {f"llama.rope.scaling.{key}": value for key, value in keys.items()}
+    spec = open_checkpoint(write_tiny_gguf(tmp_path / "a.gguf", change)).spec
+    made = FAMILIES["llama"].config
+    assert made and made.spec(JsonFields(config_json(spec), "config.json")).rope == spec.rope
 
 
 def test_a_quantised_folder_is_converted_again(llama: Path, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def _usual(spec: ModelSpec, layout: ConfigLayout) -> dict[str, Any]:
         "num_key_value_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
         "vocab_size": spec.vocab_size,
-        "max_position_embeddings": spec.max_context,
+        "max_position_embeddings": _trained_context(spec),
         "rms_norm_eps" if spec.norm == "rms" else "layer_norm_eps": spec.norm_eps,
         "hidden_act": _ACTIVATIONS.get(spec.activation, spec.activation),
         "attention_bias": spec.output_bias,
@@ -89,10 +89,24 @@ def _usual(spec: ModelSpec, layout: ConfigLayout) -> dict[str, Any]:
     }
 
 
+def _trained_context(spec: ModelSpec) -> int:
+    """The max length before the linear rule stretches it, as `config.json` states it."""
+    if spec.rope and spec.rope.scaling == "linear":
+        return round(spec.max_context / spec.rope.factor)
+    return spec.max_context
+
+
 def _rope(rope: RopeSpec) -> dict[str, Any]:
-    scaling = (
-        {"rope_type": rope.scaling, "factor": rope.factor} if rope.scaling == "linear" else None
-    )
+    scaling: dict[str, Any] | None = None
+    if rope.scaling in ("linear", "yarn"):
+        scaling = {"rope_type": rope.scaling, "factor": rope.factor}
+    if rope.scaling == "yarn" and scaling:
+        scaling |= {
+            "original_max_position_embeddings": rope.original_context,
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "attention_factor": rope.attention_factor,
+        }
     return {"rope_theta": rope.theta, "rope_scaling": scaling}
 
 
