@@ -8,12 +8,13 @@ from typing import Any, NamedTuple, TypedDict, TypeGuard, Unpack
 from headrace.checkpoint.templates import Renderer
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.errors import RequestError
+from headrace.messages import is_message, normalise_messages, plain
 from headrace.validation import check_names
 
 Prompt = str | Mapping[str, Any]
 """Text, `{"prompt": text}`, or `{"prompt_token_ids": [...]}` with an optional `"prompt"` text."""
-Message = Mapping[str, Any]
-"""`{"role": ..., "content": ...}`"""
+Message = Any
+"""`{"role": ..., "content": ...}`, as a dictionary, a dataclass or a Pydantic model"""
 
 
 class ChatOptions(TypedDict, total=False):
@@ -132,11 +133,13 @@ class PromptReader:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        places: Sequence[str] | None = None,
     ) -> TokenizedPrompt:
         """Render a conversation with the model's chat template, and tokenise it.
 
         `ChatOptions` explains the options. With `continue_final_message` the prompt
-        ends after the content of the last message. Raises RequestError if the model has
+        ends after the content of the last message. `places` names the messages in
+        errors; the default is `messages[0]` and so on. Raises RequestError if the model has
         no chat template, the messages are malformed, the template cannot render them,
         or the text cannot fit in the context; FormatError if the template itself is
         invalid or unsafe.
@@ -153,18 +156,19 @@ class PromptReader:
             raise RequestError(
                 "a conversation must be a list of messages, each with a role and content"
             )
+        conversation = normalise_messages(messages, places)
         text = self._renderer.render(
             template,
-            messages,
+            conversation,
             bos=self._tokenizer.bos_token,
             eos=self._tokenizer.eos_token,
-            tools=tools,
-            documents=documents,
+            tools=_plain_list(tools, "tools"),
+            documents=_plain_list(documents, "documents"),
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
         )
         if continue_final_message:
-            text = _cut_after_content(text, messages[-1])
+            text = _cut_after_content(text, conversation[-1])
         return self._tokenize(text, add_special=False, parse_special=True)
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> TokenizedPrompt:
@@ -196,6 +200,8 @@ def _cut_after_content(text: str, message: Message) -> str:
     Raises RequestError if the text does not contain that content literally.
     """
     content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(part["text"] for part in content)
     content = content.strip() if isinstance(content, str) else ""
     start = text.rfind(content) if content else -1
     if start < 0:
@@ -206,10 +212,12 @@ def _cut_after_content(text: str, message: Message) -> str:
     return text[: start + len(content)]
 
 
+def _plain_list(value: Any, field: str) -> Any:
+    """Convert a list of objects; the renderer refuses other values."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return plain(value, field) if is_list else value
+
+
 def is_conversation(messages: object) -> TypeGuard[Sequence[Message]]:
-    """Return whether the value is a list of dictionaries that is not empty."""
-    return (
-        isinstance(messages, Sequence)
-        and bool(messages)
-        and all(isinstance(message, Mapping) for message in messages)
-    )
+    """Return whether the value is a list of messages that is not empty."""
+    return isinstance(messages, Sequence) and bool(messages) and all(map(is_message, messages))

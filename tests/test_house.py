@@ -132,6 +132,7 @@ RECORDS = {
     "backend_traits",
     "stats",
     "errors",
+    "messages",
     "record",
 }
 ALLOWED |= {"__init__": {"llm", "async_llm", "measure", *RECORDS}, "__main__": {"cli"}}

@@ -29,6 +29,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from headrace.checkpoint.template_needs import TemplateNeeds
+
 _MAX_TEMPLATE = 1 << 20
 _MAX_OUTPUT = 4 << 20
 _MAX_MESSAGE = 1000
@@ -101,6 +103,22 @@ def _frames(stream: BinaryIO) -> Iterator[bytes]:
 def render(template: str, names: dict[str, Any]) -> str:
     """Raises _Refusal or MemoryError."""
     compiled = _compile(template)
+    special = {name: value for name, value in names.items() if name.endswith("_token")}
+    messages = _needs(template, tuple(sorted(special.items()))).adapt(names["messages"])
+    return _generate(compiled, names | {"messages": messages})
+
+
+@lru_cache(maxsize=1)
+def _needs(template: str, special: tuple[tuple[str, str], ...]) -> TemplateNeeds:
+    compiled = _compile(template)
+
+    def render_alone(messages: list[dict[str, Any]]) -> str:
+        return _generate(compiled, {**dict(special), "messages": messages})
+
+    return TemplateNeeds(template, render_alone)
+
+
+def _generate(compiled: Template, names: dict[str, Any]) -> str:
     parts: list[str] = []
     size = 0
     try:

@@ -77,7 +77,7 @@ class Renderer:
             "bos_token": bos,
             "eos_token": eos,
             "add_generation_prompt": add_generation_prompt,
-            "messages": list(map(_with_reasoning, messages)),
+            "messages": list(messages),
             "tools": tools,
             "documents": documents,
         }
@@ -256,15 +256,6 @@ def _stop(process: "subprocess.Popen[bytes]", owner: int) -> int:
     elif process.poll() is None:
         process.kill()
     return process.wait()
-
-
-def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Put the reasoning under each name that templates read, as transformers does."""
-    given = (message.get(name) for name in ("reasoning_content", "thinking", "reasoning"))
-    reasoning = next((text for text in given if text is not None), None)
-    if reasoning is None:
-        return message
-    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _frame(content: dict[str, Any]) -> bytes:

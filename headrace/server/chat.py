@@ -5,6 +5,8 @@ from time import time
 from typing import Any
 from uuid import uuid4
 
+import msgspec
+
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.outputs import Logprobs
 from headrace.request import RequestOptions
@@ -21,7 +23,6 @@ from headrace.server.output_parsers.openai import (
     chat_finish_reason,
 )
 from headrace.server.state import ServerState
-from headrace.server.template_messages import template_messages
 
 
 async def chat_completions(http: HttpExchange, state: ServerState) -> None:
@@ -39,7 +40,7 @@ async def chat_completions(http: HttpExchange, state: ServerState) -> None:
 
 
 def _conversation(state: ServerState, request: ChatRequest) -> Conversation:
-    messages = template_messages(request.messages)
+    messages = [msgspec.to_builtins(message) for message in request.messages]
     params = sampling_params(
         request,
         state.advised_sampling,

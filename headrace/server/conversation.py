@@ -28,6 +28,8 @@ class Conversation:
     model: str | None
     messages: list[dict[str, Any]]
     params: SamplingParams
+    places: Sequence[str] | None = None
+    """Name of each message in errors; None for `messages[0]` and so on."""
     tools: Sequence[Mapping[str, Any]] | None = None
     tool_choice: str | Mapping[str, Any] | None = None
     parallel_tool_calls: bool = True
@@ -176,6 +178,7 @@ def _render(state: ServerState, conversation: Conversation, choice: ToolChoice) 
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=conversation.continue_final_message,
         chat_template_kwargs=template_kwargs or None,
+        places=conversation.places,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from headrace.errors import HeadraceError
+from headrace.messages import MessageError
 from headrace.remote.errors import EngineDeadError, NotReadyError, RefusedError, TooSlowError
 from headrace.request import RequestOptions
 from headrace.sampling_params import SamplingParams
@@ -75,6 +76,11 @@ def invalid(message: str, param: str | None = None, code: str = "invalid_value")
     return ApiError(400, code, message, param=param)
 
 
+def message_error(error: MessageError) -> ApiError:
+    code = "unsupported_parameter" if error.is_unsupported else "invalid_value"
+    return invalid(str(error), re.split(r"[.\[]", error.field)[0], code)
+
+
 def prompt_too_long(
     num_tokens: int, max_tokens: int | None, max_model_len: int, param: str
 ) -> ApiError:
@@ -121,6 +127,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(500, "request_quarantined", str(error))
         case RefusedError(kind="request"):
             return request_error(str(error))
+        case MessageError():
+            return message_error(error)
         case HeadraceError() if error.exit_code == 2:
             return request_error(str(error))
         case HeadraceError() if error.exit_code == 3:  # the chat template failed

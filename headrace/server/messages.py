@@ -5,7 +5,10 @@ from collections.abc import AsyncGenerator
 from typing import Any
 from uuid import uuid4
 
+import msgspec
+
 from headrace.errors import RequestError
+from headrace.messages import text_of_part
 from headrace.sampling_params import SamplingParams
 from headrace.server.anthropic_records import (
     AnthropicMessage,
@@ -21,7 +24,7 @@ from headrace.server.conversation import (
     count_prompt_tokens,
     generate,
 )
-from headrace.server.errors import ApiError, anthropic_body, as_api_error, invalid, request_error
+from headrace.server.errors import anthropic_body, as_api_error, request_error
 from headrace.server.generation import given_fields
 from headrace.server.http_exchange import HttpExchange, named_sse_event
 from headrace.server.output_parsers.deltas import (
@@ -73,15 +76,20 @@ def _sampling_params(state: ServerState, request: MessagesRequest) -> SamplingPa
 
 def _conversation(request: CountTokensRequest, params: SamplingParams) -> Conversation:
     messages: list[dict[str, Any]] = []
+    places: list[str] = []
     if request.system is not None:
-        messages.append({"role": "system", "content": _text(request.system, "system")})
+        messages.append({"role": "system", "content": _content(request.system, "system")})
+        places.append("system")
     for i, message in enumerate(request.messages):
-        messages += _template_messages(message, f"messages[{i}]")
+        converted = _chat_messages(message, f"messages[{i}]")
+        messages += converted
+        places += [f"messages[{i}]"] * len(converted)
 
     choice, thinking = request.tool_choice, request.thinking
     return Conversation(
         model=request.model,
         messages=messages,
+        places=places,
         params=params,
         tools=[_tool(tool) for tool in request.tools or ()] or None,
         tool_choice=_tool_choice(choice),
@@ -110,54 +118,47 @@ def _tool_choice(choice: AnthropicToolChoice | None) -> str | dict[str, Any] | N
     return _TOOL_CHOICES[choice.type]
 
 
-def _template_messages(message: AnthropicMessage, field: str) -> list[dict[str, Any]]:
+def _chat_messages(message: AnthropicMessage, field: str) -> list[dict[str, Any]]:
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    results, tool_calls, texts, thoughts = [], [], [], []
+    results, tool_calls, texts = [], [], []
     for i, block in enumerate(message.content):
         match block.type:
-            case "text":
-                texts.append(block.text or "")
-            case "thinking":
-                thoughts.append(block.thinking or "")
             case "redacted_thinking":
                 pass
             case "tool_use":
                 function = {"name": block.name or "", "arguments": block.input or {}}
-                tool_calls.append({"id": block.id or "", "type": "function", "function": function})
+                tool_calls.append({"id": block.id or "", "function": function})
             case "tool_result":
-                text = _text(block.content or "", f"{field}.content[{i}]")
                 results.append(
-                    {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": text}
+                    {
+                        "role": "tool",
+                        "tool_call_id": block.tool_use_id or "",
+                        "content": _content(block.content or "", f"{field}.content[{i}].content"),
+                    }
                 )
             case _:
-                raise _not_text(f"{field}.content[{i}]", block.type)
+                texts.append(_part(block, f"{field}.content[{i}]"))
 
-    if results and not (texts or tool_calls or thoughts):
+    if results and not (texts or tool_calls):
         return results
-    converted: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
+    converted: dict[str, Any] = {"role": message.role, "content": texts or ""}
     if tool_calls:
         converted["tool_calls"] = tool_calls
-    if thoughts:
-        converted["reasoning_content"] = "\n".join(thoughts)
     return [*results, converted]
 
 
-def _text(content: str | list[Block], field: str) -> str:
+def _content(content: str | list[Block], field: str) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
-    for block in content:
-        if block.type != "text":
-            raise _not_text(field, block.type)
-    return "\n".join(block.text or "" for block in content)
+    return [_part(block, f"{field}[{i}]") for i, block in enumerate(content)]
 
 
-def _not_text(field: str, block_type: str) -> ApiError:
-    return invalid(
-        f"{field} has type {block_type!r}, but this model reads only text",
-        field.partition("[")[0],
-        "unsupported_parameter",
-    )
+def _part(block: Block, field: str) -> dict[str, Any]:
+    part: dict[str, Any] = msgspec.to_builtins(block)
+    if block.type != "thinking":
+        text_of_part(part, field)
+    return part
 
 
 class _Response:

@@ -112,6 +112,8 @@ class ContentPart(msgspec.Struct, frozen=True):
 
     type: TextKind
     text: str | None = None
+    refusal: str | None = None
+    thinking: str | None = None
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -122,6 +124,8 @@ class ChatMessage(msgspec.Struct, frozen=True):
     name: str | None = None
     tool_calls: ToolCalls | None = None
     tool_call_id: str | None = None
+    function_call: dict[str, Any] | None = None
+    refusal: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
 

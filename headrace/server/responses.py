@@ -3,17 +3,20 @@
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import msgspec
+
 from headrace.errors import RequestError
+from headrace.messages import text_of_part
 from headrace.sampling_params import SamplingParams
 from headrace.server.conversation import Conversation, generate
 from headrace.server.errors import ApiError, as_api_error, invalid, request_error
 from headrace.server.generation import given_fields
 from headrace.server.http_exchange import HttpExchange, named_sse_event
+from headrace.server.openai_records import ContentPart
 from headrace.server.response_format import response_format
 from headrace.server.response_items import ResponseItems
 from headrace.server.responses_records import InputItem, ResponsesRequest
 from headrace.server.state import ServerState
-from headrace.server.template_messages import content_text, template_tool_call
 from headrace.structured_outputs import StructuredOutputs
 
 _TOOL_FIELDS = ("name", "description", "parameters", "strict")
@@ -90,13 +93,13 @@ async def _events(items: ResponseItems) -> AsyncGenerator[bytes]:
 
 
 def _conversation(request: ResponsesRequest, params: SamplingParams) -> Conversation:
-    messages: list[dict[str, Any]] = []
-    if request.instructions is not None:
-        messages.append({"role": "system", "content": request.instructions})
     if isinstance(request.input, str):
-        messages.append({"role": "user", "content": request.input})
+        messages, places = [{"role": "user", "content": request.input}], ["input"]
     else:
-        messages += _template_messages(request.input)
+        messages, places = _chat_messages(request.input)
+    if request.instructions is not None:
+        messages.insert(0, {"role": "system", "content": request.instructions})
+        places.insert(0, "instructions")
 
     choice = request.tool_choice
     if isinstance(choice, dict) and "name" in choice:
@@ -104,6 +107,7 @@ def _conversation(request: ResponsesRequest, params: SamplingParams) -> Conversa
     return Conversation(
         model=request.model,
         messages=messages,
+        places=places,
         params=params,
         tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or ())] or None,
         tool_choice=choice,
@@ -121,37 +125,38 @@ def _tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _template_messages(items: list[InputItem]) -> list[dict[str, Any]]:
+def _chat_messages(items: list[InputItem]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Convert items to chat messages, and name each message in errors."""
     messages: list[dict[str, Any]] = []
+    places: list[str] = []
     assistant: dict[str, Any] | None = None  # the message to which further items are added
     for i, item in enumerate(items):
         field = f"input[{i}]"
+        message: dict[str, Any] | None = None
         match item.type or "message":
             case "message":
                 if not item.role:
                     raise invalid(f"{field} is a message and must have a role", "input")
-                text = content_text(item.content, field, "input") or ""
+                message = {"role": item.role, "content": _content(item.content)}
                 if item.role == "assistant" and assistant and not assistant["content"]:
-                    assistant["content"] = text
+                    assistant["content"] = message["content"]
                     continue
-                role = "system" if item.role == "developer" else item.role
-                messages.append({"role": role, "content": text})
-                assistant = messages[-1] if role == "assistant" else None
+                assistant = message if item.role == "assistant" else None
             case "function_call" | "reasoning" as kind:
                 if assistant is None:
-                    assistant = {"role": "assistant", "content": ""}
-                    messages.append(assistant)
+                    message = assistant = {"role": "assistant", "content": ""}
                 if kind == "reasoning":
-                    thoughts = content_text(item.content, field, "input") or ""
-                    assistant["reasoning_content"] = thoughts
+                    assistant["reasoning_content"] = _joined(item.content, f"{field}.content")
                 else:
-                    tool_calls = assistant.setdefault("tool_calls", [])
-                    tool_calls.append(_tool_call(item, field))
+                    function = {"name": item.name, "arguments": item.arguments}
+                    tool_call = {"id": item.call_id or "", "function": function}
+                    assistant.setdefault("tool_calls", []).append(tool_call)
             case "function_call_output":
-                text = content_text(item.output, field, "input") or ""
-                messages.append(
-                    {"role": "tool", "tool_call_id": item.call_id or "", "content": text}
-                )
+                message = {
+                    "role": "tool",
+                    "tool_call_id": item.call_id or "",
+                    "content": _content(item.output),
+                }
                 assistant = None
             case kind:
                 raise invalid(
@@ -159,10 +164,20 @@ def _template_messages(items: list[InputItem]) -> list[dict[str, Any]]:
                     "function_call_output or reasoning",
                     "input",
                 )
-    return messages
+        if message is not None:
+            messages.append(message)
+            places.append(field)
+    return messages, places
 
 
-def _tool_call(item: InputItem, field: str) -> dict[str, Any]:
-    function = {"name": item.name, "arguments": item.arguments}
-    tool_call = {"id": item.call_id or "", "type": "function", "function": function}
-    return template_tool_call(tool_call, field, "input")
+def _content(content: str | list[ContentPart] | None) -> str | list[dict[str, Any]]:
+    if isinstance(content, list):
+        return [msgspec.to_builtins(part) for part in content]
+    return content or ""
+
+
+def _joined(content: str | list[ContentPart] | None, field: str) -> str:
+    parts = _content(content)
+    if isinstance(parts, str):
+        return parts
+    return "\n".join(text_of_part(part, f"{field}[{i}]") for i, part in enumerate(parts))

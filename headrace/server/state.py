@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.errors import RequestError
+from headrace.messages import MessageError
 from headrace.prompts import PromptReader, TokenizedPrompt
 from headrace.remote import frames
 from headrace.remote.engine import RemoteEngine
@@ -24,6 +25,7 @@ from headrace.server.errors import (
     ApiError,
     context_exceeded,
     invalid,
+    message_error,
     prompt_too_long,
 )
 from headrace.server.http_exchange import HttpExchange
@@ -150,6 +152,8 @@ class ServerState:
         """
         try:
             ids = list((await self.run_in_thread(read)).token_ids)
+        except MessageError as error:
+            raise message_error(error) from None
         except RequestError as error:
             if "context" in str(error):
                 raise context_exceeded(

@@ -3,13 +3,14 @@
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.server.errors import invalid
 from headrace.server.http_exchange import HttpExchange
 from headrace.server.openai_records import DetokenizeRequest, TokenizeRequest
 from headrace.server.output_parsers.tools import read_tools
 from headrace.server.state import ServerState
-from headrace.server.template_messages import template_messages
 
 
 async def tokenize(http: HttpExchange, state: ServerState) -> None:
@@ -68,7 +69,7 @@ async def _token_ids(state: ServerState, request: TokenizeRequest) -> list[int]:
         return await state.tokenize(read, "prompt", max_tokens=0)
     read = partial(
         state.prompt_reader.read_chat,
-        template_messages(request.messages or []),
+        [msgspec.to_builtins(message) for message in request.messages or ()],
         tools=request.tools,
         add_generation_prompt=request.add_generation_prompt is not False,
         chat_template_kwargs=request.chat_template_kwargs,

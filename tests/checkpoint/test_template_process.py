@@ -145,14 +145,14 @@ class TestLimits:
 class TestMessages:
     def test_messages_are_json(self, renderer: Renderer) -> None:
         content = [{"type": "image", "url": None}, 1, 2.5, True, "é\ud800\0"]
-        messages = (MappingProxyType({"role": "user", "content": UserList(content)}),)
+        messages = (MappingProxyType({"role": "user", "extra": UserList(content)}),)
         assert render(
             renderer,
-            "{{ messages[0].content == [{'type': 'image', 'url': none}, 1, 2.5, true, "
-            "messages[0].content[4]] }}",
+            "{{ messages[0].extra == [{'type': 'image', 'url': none}, 1, 2.5, true, "
+            "messages[0].extra[4]] }}",
             messages,
         )
-        assert render(renderer, "{{ messages[0].content[4] }}", messages) == "é\ud800\0"
+        assert render(renderer, "{{ messages[0].extra[4] }}", messages) == "é\ud800\0"
 
     @pytest.mark.parametrize(
         "value",

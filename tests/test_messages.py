@@ -1,0 +1,229 @@
+"""Messages of all forms reach a template in the form that it reads; others are refused."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.checkpoint.templates import Renderer
+from headrace.messages import MessageError, is_message, normalise_messages, plain
+
+CHATML = "{% for m in messages %}<{{ m['role'] + '>' + m['content'] }}{% endfor %}"
+DEFINED = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is defined %}{{ m.content }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]"
+    "{% endfor %}{% endfor %}"
+)
+AS_TEXT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}"
+    "{% endfor %}"
+)
+EITHER = AS_TEXT.replace(
+    "c.function.name + c.function.arguments",
+    "c.function.name + (c.function.arguments if c.function.arguments is string "
+    "else c.function.arguments | tojson)",
+)
+NULL_CONTENT = (
+    "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}"
+    "{% for c in m.tool_calls %}[{{ c.function.name }}{{ c.function.arguments }}]{% endfor %}"
+    "{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
+PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}|{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+).replace("{{ part.text }}|", "{{ part.text }}")
+ONLY_PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+ROLES = (
+    "{% for m in messages %}{% if m.role in ['developer', 'system'] %}[{{ m.role }}]{{ m.content }}"
+    "{% elif m.role == 'user' %}<user>{{ m.content }}{% else %}"
+    "{{ raise_exception('unknown role') }}{% endif %}{% endfor %}"
+)
+MAPPINGS = (
+    "{% for m in messages %}{{ m.content | tojson if m.content is mapping else m.content }}"
+    "{% endfor %}"
+)
+
+
+class Role(StrEnum):
+    USER = "user"
+
+
+@dataclass
+class Turn:
+    role: str
+    content: Any
+    tool_calls: Any = None
+
+
+class Dumped:
+    """Like a message of OpenAI's client, a Pydantic model."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
+
+    def model_dump(self) -> dict[str, Any]:
+        return self.fields
+
+
+def user(content: Any, **fields: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content, **fields}
+
+
+def call(arguments: Any, **fields: Any) -> list[dict[str, Any]]:
+    function = {"name": "add", "arguments": arguments}
+    return [
+        user("hi"),
+        {"role": "assistant", "tool_calls": [{"id": "1", "function": function}], **fields},
+    ]
+
+
+TEXTS = [{"type": "text", "text": "hi "}, {"type": "input_text", "text": "you"}]
+FLAT = [user("hi"), {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}]
+OLD = [user("hi"), {"role": "assistant", "function_call": {"name": "add", "arguments": '{"a": 1}'}}]
+
+FORMS: dict[str, tuple[str, list[Any], str]] = {
+    "null keys": (
+        DEFINED,
+        [user("hi", name=None), {"role": "assistant", "content": "ho", "tool_calls": None}],
+        "<user>hi<assistant>ho",
+    ),
+    "null content": (CHATML, [user(None)], "<user>"),
+    "no content": (CHATML, [{"role": "user"}], "<user>"),
+    "null content next to calls": (
+        DEFINED,
+        call({"a": 1}, content=None),
+        '<user>hi<assistant>[add {"a": 1}]',
+    ),
+    "calls of a template without them": (CHATML, call({"a": 1}), "<user>hi<assistant>"),
+    "calls only with null content": (
+        NULL_CONTENT,
+        call('{"a": 1}', content=""),
+        '<user>hi[add{"a": 1}]',
+    ),
+    "no calls": (DEFINED, [user("hi", tool_calls=[])], "<user>hi"),
+    "text arguments of objects": (DEFINED, call('{"a":1}'), '<user>hi<assistant>[add {"a": 1}]'),
+    "object arguments of text": (
+        AS_TEXT,
+        call({"a": "é"}, content=""),
+        '<user>hi<assistant>add{"a": "é"}',
+    ),
+    "text arguments as given": (EITHER, call('{"a":1}'), '<user>hi<assistant>add{"a":1}'),
+    "object arguments as given": (EITHER, call({"a": 1}), '<user>hi<assistant>add{"a": 1}'),
+    "empty arguments": (AS_TEXT, call(""), "<user>hi<assistant>add{}"),
+    "null arguments": (DEFINED, call(None), "<user>hi<assistant>[add {}]"),
+    "a call without function": (DEFINED, FLAT, '<user>hi<assistant>[add {"a": 1}]'),
+    "a function call": (DEFINED, OLD, '<user>hi<assistant>[add {"a": 1}]'),
+    "parts for text": (CHATML, [user(TEXTS)], "<user>hi \nyou"),
+    "parts for parts": (PARTS, [user(TEXTS)], "<user>hi you"),
+    "parts for only parts": (ONLY_PARTS, [user(TEXTS)], "<user>hi you"),
+    "text for only parts": (ONLY_PARTS, [user("hi")], "<user>hi"),
+    "text for parts": (PARTS, [user("hi")], "<user>hi"),
+    "plain texts as parts": (CHATML, [user(["a", {"text": "b"}])], "<user>a\nb"),
+    "no parts": (CHATML, [user([])], "<user>"),
+    "keys of parts": (PARTS, [user([{"type": "text", "text": "a", "image": None}])], "<user>a"),
+    "a refusal": (
+        CHATML,
+        [{"role": "assistant", "content": None, "refusal": "no"}],
+        "<assistant>no",
+    ),
+    "a developer": (CHATML, [{"role": "developer", "content": "x"}, user("y")], "<system>x<user>y"),
+    "a known developer": (
+        ROLES,
+        [{"role": "developer", "content": "x"}, user("y")],
+        "[developer]x<user>y",
+    ),
+    "a function's result": (
+        CHATML,
+        [*OLD, {"role": "function", "name": "add", "content": "1"}],
+        "<user>hi<assistant><tool>1",
+    ),
+    "an object of a tool": (CHATML, [{"role": "tool", "content": {"a": "é"}}], '<tool>{"a": "é"}'),
+    "an object as it is": (MAPPINGS, [{"role": "tool", "content": {"a": "é"}}], '{"a": "é"}'),
+    "thinking parts": (
+        "{{ messages[0].reasoning_content }}|{{ messages[0].content }}",
+        [{"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, *TEXTS]}],
+        "hm|hi \nyou",
+    ),
+    "a dataclass": (CHATML, [Turn("user", "hi")], "<user>hi"),
+    "a model": (DEFINED, [Dumped(role=Role.USER, content="hi", tool_calls=None)], "<user>hi"),
+    "models in a dictionary": (
+        DEFINED,
+        [
+            user("hi"),
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    Dumped(id="1", function=Dumped(name="add", arguments='{"a": 1}'), index=None)
+                ],
+            },
+        ],
+        '<user>hi<assistant>[add {"a": 1}]',
+    ),
+}
+RENDERER = Renderer()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    RENDERER.close()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_message_forms(form: str) -> None:
+    template, messages, expected = FORMS[form]
+    text = RENDERER.render(template, normalise_messages(messages), bos="", eos="")
+    assert text == expected
+
+
+WRONG: list[tuple[Any, str]] = [
+    ({"content": "x"}, r"messages\[0\].role is missing; use system, user, assistant or tool"),
+    ({"role": 5, "content": "x"}, r"messages\[0\].role must be text, not 5"),
+    (user(5), r"messages\[0\].content must be text or a list of parts, not int"),
+    (user({"text": "x"}), r"messages\[0\].content must be text or a list of parts, not an object"),
+    (user([5]), r"messages\[0\].content\[0\] must be a part with a type, not int"),
+    (
+        user(["a", {"type": "image_url", "image_url": {"url": "x"}}]),
+        r"messages\[0\].content\[1\] has type 'image_url', but this model reads only text; leave",
+    ),
+    (user([{"type": "text"}]), r"messages\[0\].content\[0\].text must be text, not None"),
+    (user("x", tool_calls={}), r"messages\[0\].tool_calls must be a list, not {}"),
+    (user("x", tool_calls=[{}]), r"messages\[0\].tool_calls\[0\] must have a function with a name"),
+    (
+        call("{")[1],
+        r"messages\[0\].tool_calls\[0\].function.arguments is not JSON; send the call that",
+    ),
+    (call("[1]")[1], r"messages\[0\].tool_calls\[0\].function.arguments must be a JSON object"),
+    (user("x", seen={1}), r"messages\[0\].seen must be JSON, and set is not a JSON type"),
+]
+
+
+@pytest.mark.parametrize(("message", "error"), WRONG, ids=lambda value: str(value)[:40])
+def test_wrong_messages_name_the_field(message: Any, error: str) -> None:
+    with pytest.raises(MessageError, match=f"^{error}"):
+        normalise_messages([message])
+    with pytest.raises(MessageError, match="^" + error.replace(r"messages\[0\]", "input")):
+        normalise_messages([message], ["input"])
+
+
+def test_messages_are_dictionaries_or_objects_with_fields() -> None:
+    assert all(map(is_message, ({}, Turn("user", ""), Dumped())))
+    assert not any(map(is_message, ("", [], Turn, Dumped, None)))
+
+
+def test_plain_values() -> None:
+    values = (np.float32(0.5), np.int64(3), Role.USER, {1: None})
+    assert plain(values, "x") == [0.5, 3, "user", {"1": None}]
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(MessageError, match=r"^x is nested too deep"):
+        plain(deep, "x")
