@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from headrace.backend import Executable, lower_program
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.safetensors import read_safetensors
@@ -24,6 +26,8 @@ from headrace.speculation.proposers.draft_model import max_rows
 from headrace.speculation.proposers.medusa import head_forward
 
 _MAX_HEADS = 16
+_NEVER = -1e9
+"""Logit bias of tokens that a model does not have; finite, because samplers check logits."""
 
 
 class Attachable(Protocol):
@@ -75,7 +79,8 @@ def open_draft_checkpoints(
         draft = open_checkpoint(
             resolve(config.draft_model), is_absorbed=config.latent_attention == "absorbed"
         )
-        _check_vocabulary(config.draft_model, draft, target, tokenizer)
+        _check_vocabulary(config.draft_model, draft, tokenizer)
+        draft = _with_vocab_size(draft, target.spec.vocab_size)
     if "medusa" in methods and config.medusa_heads:
         heads = read_heads(Path(config.medusa_heads), target.spec)
     return DraftCheckpoints(draft, heads)
@@ -182,23 +187,44 @@ def read_heads(path: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
     }
 
 
-def _check_vocabulary(
-    name: str, draft: Checkpoint, target: Checkpoint, tokenizer: Tokenizer
-) -> None:
-    """Raise RequestError unless the draft model named `name` has the target's tokens."""
-    draft_size, target_size = draft.spec.vocab_size, target.spec.vocab_size
-    draft_tokenizer = draft.load_tokenizer()
-    reason = ""
-    if draft_size != target_size:
-        reason = f"it has {draft_size:,} tokens, the model {target_size:,}"
-    else:
-        for token in range(min(tokenizer.vocab_size, draft_tokenizer.vocab_size)):
-            drafted, own = draft_tokenizer.token_bytes(token), tokenizer.token_bytes(token)
-            if drafted != own:
-                reason = f"its token {token:,} is {drafted!r}, in the model {own!r}"
-                break
-    if reason:
-        raise RequestError(
-            f"draft_model '{name}' has another vocabulary: {reason}; choose a smaller model of "
-            "the same family"
-        )
+def _check_vocabulary(name: str, draft: Checkpoint, tokenizer: Tokenizer) -> None:
+    """Raise RequestError unless the draft model named `name` has the target's tokens.
+
+    Control tokens may differ: the target verifies drafts, so they only cost acceptance.
+    """
+    other = draft.load_tokenizer()
+    control = tokenizer.special_ids & other.special_ids
+    for token in range(min(tokenizer.vocab_size, other.vocab_size)):
+        drafted, own = other.token_bytes(token), tokenizer.token_bytes(token)
+        if drafted != own and token not in control:
+            raise RequestError(
+                f"draft_model '{name}' has another vocabulary: its token {token:,} is {drafted!r}, "
+                f"in the model {own!r}; choose a smaller model with the tokenizer of this one, or "
+                "the proposer ngram, which needs no model"
+            )
+
+
+def _with_vocab_size(draft: Checkpoint, size: int) -> Checkpoint:
+    """Cut or pad the embedding and the head to `size` rows.
+
+    Models of one family pad the same tokens to different sizes (Qwen2.5: 151,936 or 152,064).
+    A bias keeps padding out of drafts.
+    """
+    own_size = draft.spec.vocab_size
+    if size == own_size:
+        return draft
+    tensors = dict(draft.tensors)
+    rows = np.minimum(np.arange(size), own_size - 1)
+    for name in ("embed", "head"):
+        if name in tensors:
+            stored = tensors[name]
+            order = rows if stored.row_order is None else stored.row_order[rows]
+            tensors[name] = stored.take(name, order)
+    spec = replace(draft.spec, vocab_size=size)
+    if draft.spec.head_bias or size > own_size:
+        bias = np.full(size, _NEVER, np.float32)
+        own_bias = tensors["head_bias"].dequantise() if draft.spec.head_bias else 0.0
+        bias[:own_size] = own_bias[:size] if isinstance(own_bias, np.ndarray) else own_bias
+        tensors["head_bias"] = StoredTensor.from_floats("head_bias", bias)
+        spec = replace(spec, head_bias=True)
+    return replace(draft, spec=spec, tensors=tensors)

@@ -146,22 +146,55 @@ def test_draft_model_with_another_vocabulary_raises(model: Path, write_gguf: Any
     swapped = write_gguf({"tokenizer.ggml.tokens": tokens})
     with pytest.raises(
         RequestError,
-        match=r"has another vocabulary: its token 3 is b'\\x01', in the model b'\\x00'; choose",
+        match=r"has another vocabulary: its token 3 is b'\\x01', in the model b'\\x00'; choose a",
     ):
         LLM(str(model), proposer="draft_model", draft_model=str(swapped))
-    longer = {
-        "tokenizer.ggml.tokens": [*tokens, "more"],
-        "tokenizer.ggml.token_type": [1] * (len(tokens) + 1),
-    }
-    larger = write_gguf(
-        longer, {"token_embd.weight": np.zeros((len(tokens) + 1, SHAPE["dim"]), np.float32)}
-    )
-    with pytest.raises(
-        RequestError,
-        match=f"it has {VOCAB + 1} tokens, the model {VOCAB}; choose a smaller model of the "
-        "same family",
-    ):
-        LLM(str(model), proposer="draft_model", draft_model=str(larger))
+
+
+def padded(write_gguf: Any, change: int, tied: bool, **options: Any) -> Path:  # noqa: F811
+    """The tiny model with another number of rows than its tokenizer has tokens."""
+    rng = np.random.default_rng(1)
+    names = ["token_embd.weight"] if tied else ["token_embd.weight", "output.weight"]
+    rows = rng.normal(size=(VOCAB + 64, SHAPE["dim"])).astype(np.float32)
+    path: Path = write_gguf(weights=dict.fromkeys(names, rows[: VOCAB + change]), **options)
+    return path.rename(path.with_name(f"{change}.gguf"))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("rows", [(3, 64), (64, 3), (0, 5)])
+@pytest.mark.parametrize(("acceptance", "width"), [("exact", 1), ("exact", 2), ("rejection", 1)])
+def test_drafts_of_another_padding(
+    write_gguf: Any,  # noqa: F811
+    tied: bool,
+    rows: tuple[int, int],
+    acceptance: str,
+    width: int,
+) -> None:
+    """Tokens are the same with and without drafts, and the model accepts its own weights."""
+    target, draft = (padded(write_gguf, change, tied) for change in rows)
+    options = OPTIONS | {"draft_model": str(draft), "acceptance_method": acceptance}
+    own = options | {"proposer": "draft_model", "draft_width": width}
+    with LLM(str(target), **OPTIONS) as plain, LLM(str(target), **own) as llm:
+        for params in (GREEDY, SamplingParams(seed=3, max_tokens=20)):
+            got = llm.generate(["hello", "he"], params)
+            if acceptance == "exact":
+                assert [r.outputs for r in got] == [
+                    r.outputs for r in plain.generate(["hello", "he"], params)
+                ]
+        stats = llm.stats()
+    assert stats.drafted > 0 and stats.accepted > 0 and stats.proposer_failures == 0
+
+
+def test_padding_is_never_drafted(write_gguf: Any) -> None:  # noqa: F811
+    target, draft = (padded(write_gguf, change, True) for change in (64, 0))
+    opened = open_checkpoint(target)
+    config = engine_config({"proposer": "draft_model", "draft_model": str(draft)})
+    found = open_draft_checkpoints(config, opened, opened.load_tokenizer()).draft
+    assert found and found.spec.vocab_size == VOCAB + 64
+    bias = found.tensors["head_bias"].dequantise()
+    assert (bias[:VOCAB] == 0).all() and (bias[VOCAB:] < -1e8).all()
+    small = open_checkpoint(draft).tensors["embed"].dequantise()
+    np.testing.assert_array_equal(found.tensors["embed"].dequantise()[:VOCAB], small)
 
 
 class TestMedusaHeads:
