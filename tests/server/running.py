@@ -135,9 +135,14 @@ class Running:
         if self.process.poll() is None:
             self.process.send_signal(number)
         code = self.process.wait(SECONDS)
+        assert self.process.stderr
         self._reader.join(SECONDS)
-        if self.process.stderr:
-            self.process.stderr.close()
+        # To close a pipe that another thread reads would wait for that thread without end.
+        if left := _writers(self.process.stderr.fileno()) if self._reader.is_alive() else {}:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            raise AssertionError(f"processes outlive their server: {left}")
+        self.process.stderr.close()
         return code
 
 
@@ -186,6 +191,18 @@ def engine_of(pid: int) -> int:
         if b"-m" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
     ]
     return engine
+
+
+def _writers(pipe: int) -> dict[int, str]:
+    """Return the command lines of other processes that hold the pipe."""
+    found = {}
+    name = os.readlink(f"/proc/self/fd/{pipe}")
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # the process has ended
+            links = [os.readlink(link) for link in (folder / "fd").iterdir()]
+            if name in links and int(folder.name) != os.getpid():
+                found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+    return found
 
 
 def _children(pid: int) -> list[int]:
