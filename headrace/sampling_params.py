@@ -141,8 +141,8 @@ class SamplingParams:
     """Only tokens that may be sampled. Without an end token in the list, none is sampled."""
     bad_words: Sequence[str] | None = None
     """Words that the output must not contain. The sampler never completes the token
-    sequence of a word, with or without a leading space; other tokenisations of the word
-    stay possible.
+    sequence of a word, with or without a leading space, nor a control token that the word
+    names; other tokenisations of the word stay possible.
     """
     structured_outputs: StructuredOutputs | None = None
     """Format that the output must match, such as a JSON schema."""
@@ -177,7 +177,9 @@ class SamplingParams:
     from the engine's seed and the number of the request.
     """
     stop: str | Sequence[str] | None = None
-    """Texts that end the output; the output does not contain them."""
+    """Texts that end the output; the output does not contain them. A text with the name of a
+    control token sees control tokens, which the output leaves out.
+    """
     stop_token_ids: Sequence[int] | None = None
     """Tokens that end the output."""
     include_stop_str_in_output: bool = False

@@ -109,7 +109,9 @@ class TinyVocabulary:
     def special_ids(self) -> frozenset[int]:
         return self.eos_ids
 
-    def encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
+    def encode(
+        self, text: str, add_special: bool = False, parse_special: bool = False
+    ) -> list[int]:
         """Encode greedily, longest pieces first."""
         data, ids = text.encode(), []
         while data:
@@ -126,6 +128,9 @@ class TinyVocabulary:
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.pieces[token_id] if token_id < len(self.pieces) else b""
+
+    def has_control_token(self, text: str) -> bool:
+        return any(self.pieces[token].decode() in text for token in self.eos_ids)
 
     def decoder(self, skip_special: bool, continues: bool = False) -> "_Decoder":
         return _Decoder(self, self.eos_ids if skip_special else frozenset())

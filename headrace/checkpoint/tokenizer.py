@@ -194,6 +194,14 @@ class Tokenizer:
             spelt = self._bytes[token_id] = self._spell(token_id)
         return spelt
 
+    def has_control_token(self, text: str) -> bool:
+        """Whether the text contains the name of a control token."""
+        return bool(self._control_names.search(text))
+
+    @cached_property
+    def _control_names(self) -> re.Pattern[str]:
+        return _any_of(self._added[token_id].content for token_id in self.special_ids)
+
     def _content(self, token_id: int | None) -> str:
         if token_id is None or not 0 <= token_id < 2**32:
             return ""
@@ -250,9 +258,7 @@ class _Marking:
         added = backend.get_added_tokens_decoder()
         self._marker = secrets.token_hex(16)
         self._special = {token.content for token in added.values() if token.special}
-        contents = {token.content for token in added.values() if token.content}
-        longest_first = sorted(contents, key=len, reverse=True)
-        self._names = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._names = _any_of(token.content for token in added.values())
 
         self.backend = _without_special_parsing(backend)
         self.real_ids: dict[int, int] = {}
@@ -274,6 +280,12 @@ class _Marking:
 
     def _marked(self, match: re.Match[str]) -> str:
         return self._marker + match[0] if match[0] in self._special else match[0]
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Match any of the texts, of two at one place the longer."""
+    longest_first = sorted({text for text in texts if text}, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def _utf8_decoder() -> codecs.IncrementalDecoder:

@@ -35,6 +35,8 @@ class TokenizerView(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
+    def has_control_token(self, text: str) -> bool: ...
+
     def encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]: ...
 
 
@@ -103,7 +105,7 @@ class Output:
 
         if self.constraint is not None:
             self.constraint = self.constraint.after(token)
-        if stop := self._append_text(self._decoder.push(token), can_stop):
+        if stop := self._append_token(token, can_stop):
             self.finish_reason, self.stop_reason = "stop", stop
         elif self.constraint is not None and self.constraint.must_end:
             self.finish("stop")
@@ -155,16 +157,29 @@ class Output:
             stop_reason=self.stop_reason,
         )
 
-    def _append_text(self, piece: str, can_stop: bool) -> str | None:
-        stop = self._finder.push(piece, can_stop)
+    def _append_token(self, token: int, can_stop: bool) -> str | None:
+        """Append the text of a token, and return the stop string that it completes."""
+        is_hidden = self._finder.sees_hidden and token in self._tokenizer.special_ids
+        piece = _text(self._tokenizer, token) if is_hidden else self._decoder.push(token)
+        stop = self._finder.push(piece, can_stop, is_hidden)
         if stop is None:
-            self._new += piece
+            self._new += "" if is_hidden else piece
             return None
-        self._new += piece[: stop.end]
-        if not self._params.include_stop_str_in_output:
-            # `take` held the match back, so the whole match is still in the new text.
-            self._new = self._new[: -len(stop.text)]
+        self._new += "" if is_hidden else piece[: stop.end]
+        # `take` held the match back, so all that is visible of it is still in the new text.
+        self._new = self._new[: len(self._new) - stop.num_visible]
+        if self._params.include_stop_str_in_output:
+            self._new += stop.text
         return stop.text
+
+
+def stop_patterns(params: SamplingParams, tokenizer: TokenizerView) -> list[StopPattern]:
+    """Return the patterns of the stop strings. Those with a control token see control tokens."""
+    skips = params.skip_special_tokens
+    return [
+        StopPattern(stop, sees_hidden=skips and tokenizer.has_control_token(stop))
+        for stop in params.stop or ()
+    ]
 
 
 def end_ids(params: SamplingParams, tokenizer: TokenizerView) -> frozenset[int]:

@@ -5,9 +5,8 @@ from collections.abc import Sequence as Lists
 
 from headrace.acceptors import Acceptor
 from headrace.config import EngineConfig
-from headrace.engine.output import Output, TokenizerView, end_ids
+from headrace.engine.output import Output, TokenizerView, end_ids, stop_patterns
 from headrace.engine.sequence import Request, Sequence
-from headrace.engine.stops import StopPattern
 from headrace.errors import ConstraintError, RequestError
 from headrace.request import CheckedRequest
 from headrace.sampling.sampler import derive_seed, make_sampler
@@ -31,7 +30,7 @@ def create_sequences(
     params, prompt = request.params, request.prompt_token_ids
     seed = derive_seed(config.seed, request.number) if params.seed is None else params.seed
     sampler = make_sampler(params, prompt, vocab_size, seed, end_ids(params, tokenizer))
-    patterns = [StopPattern(stop) for stop in params.stop or ()]
+    patterns = stop_patterns(params, tokenizer)
     max_tokens = request.limit - len(prompt)
 
     seqs: list[Sequence] = []
@@ -127,7 +126,7 @@ def check_output_tokens(
         )
 
     # Append the tokens to new outputs to find out where these end.
-    patterns = [StopPattern(stop) for stop in params.stop or ()]
+    patterns = stop_patterns(params, tokenizer)
     num_ended = 0
     for i, tokens in enumerate(lists):
         output = Output(params, tokenizer, patterns, max_tokens, checked.constraint)

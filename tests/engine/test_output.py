@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.batch import TokenLogprobs
-from headrace.engine.output import Output
+from headrace.engine.output import Output, stop_patterns
 from headrace.engine.stops import StopFinder, StopPattern
 from headrace.outputs import Logprob
 from headrace.sampling_params import SamplingParams
@@ -23,9 +23,7 @@ EURO = [VOCABULARY.pieces.index(bytes([byte])) for byte in "€".encode()]
 
 def output(max_tokens: int = 100, **params: Any) -> Output:
     sampling = SamplingParams(max_tokens=max_tokens, **params)
-    return Output(
-        sampling, VOCABULARY, [StopPattern(stop) for stop in sampling.stop or ()], max_tokens
-    )
+    return Output(sampling, VOCABULARY, stop_patterns(sampling, VOCABULARY), max_tokens)
 
 
 def push_all(out: Output, tokens: list[int]) -> list[str]:
@@ -121,6 +119,84 @@ class TestStopStrings:
         out = output(max_tokens=2000, stop=stop)
         push_all(out, [A, B] * 500 + [C, D, A])
         assert (out.text, out.stop_reason) == ("ab", stop)
+
+
+PIECES = st.lists(st.tuples(st.text("ab", min_size=1, max_size=3), st.booleans()), max_size=10)
+PATTERNS = st.lists(
+    st.tuples(st.text("ab", min_size=1, max_size=5), st.booleans()), min_size=1, max_size=4
+)
+
+
+class TestControlTokensInStopStrings:
+    """The end token `f` is a control token, which the text leaves out."""
+
+    @given(pieces=PIECES, patterns=PATTERNS)
+    @settings(max_examples=500, deadline=None)
+    def test_the_finder_agrees_with_a_plain_search(
+        self, pieces: list[tuple[str, bool]], patterns: list[tuple[str, bool]]
+    ) -> None:
+        finder = StopFinder(StopPattern(text, sees) for text, sees in patterns)
+        seen: list[tuple[str, bool]] = []  # characters, with whether each is hidden
+
+        def ending(prefixes: list[tuple[str, bool]]) -> list[tuple[str, int]]:
+            """Those that end the text, with their number of visible characters."""
+            found = []
+            for text, sees in prefixes:
+                run = [item for item in seen if sees or not item[1]][-len(text) :]
+                if "".join(character for character, _ in run) == text:
+                    found.append((text, sum(not hidden for _, hidden in run)))
+            return found
+
+        for piece, hidden in pieces:
+            stop = finder.push(piece, armed=True, hidden=hidden)
+            for end, character in enumerate(piece, start=1):
+                seen.append((character, hidden))
+                reading = [pattern for pattern in patterns if pattern[1] or not hidden]
+                if ended := ending(reading):
+                    assert stop is not None
+                    assert stop.end == end
+                    assert (stop.text, stop.num_visible) in ended
+                    assert len(stop.text) == max(len(text) for text, _ in ended)
+                    return
+            assert stop is None
+            longest: dict[tuple[str, bool], int] = {}
+            for text, sees in patterns:
+                for length in range(1, len(text)):
+                    for _, visible in ending([(text[:length], sees)]):
+                        longest[text, sees] = visible
+            assert finder.num_held == max(longest.values(), default=0)
+
+    @pytest.mark.parametrize(
+        ("stop", "text"),
+        [("f", "ab"), ("bf", "a"), ("abf", ""), ("fa", "ab"), ("faba", "ab"), ("bfab", "a")],
+    )
+    @pytest.mark.parametrize("include", [False, True])
+    @pytest.mark.parametrize("tokens", [[A, B, EOS, A, B, A], [AB, EOS, AB, AB]])
+    def test_a_stop_string_with_a_control_token(
+        self, stop: str, text: str, include: bool, tokens: list[int]
+    ) -> None:
+        out = output(stop=stop, ignore_eos=True, include_stop_str_in_output=include)
+        shown = "".join(push_all(out, tokens))
+        assert (out.finish_reason, out.stop_reason) == ("stop", stop)
+        assert out.text == shown == text + (stop if include else "")
+
+    def test_a_stop_string_without_one_does_not_see_control_tokens(self) -> None:
+        out = output(stop="ba", ignore_eos=True)
+        push_all(out, [A, B, EOS, A])
+        assert (out.text, out.stop_reason) == ("a", "ba")
+
+    def test_a_text_with_control_tokens(self) -> None:
+        out = output(stop="bfa", ignore_eos=True, skip_special_tokens=False)
+        push_all(out, [A, B, EOS, A])
+        assert (out.text, out.stop_reason) == ("a", "bfa")
+
+    def test_a_copy_continues_alone(self) -> None:
+        out = output(stop="bfab", ignore_eos=True)
+        push_all(out, [A, B, EOS])
+        copy = out.clone()
+        assert "".join(push_all(out, [C])) == "bc"
+        assert "".join(push_all(copy, [AB])) == ""
+        assert (out.finish_reason, copy.stop_reason) == (None, "bfab")
 
 
 class TestStopTokens:

@@ -360,6 +360,21 @@ class TestOthers:
         assert ({1, 2} & set(found["tokens"]), found["count"]) == (special, num_tokens)
         assert server.post("/detokenize", {"tokens": found["tokens"]}).json["content"] == MARKED
 
+    @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+    def test_a_control_token_as_a_stop_string(self, server: Running, path: str) -> None:
+        grammar = {"grammar": 'start: "ab" <|im_start|> "c"'}
+        body = (TEXT if path == "/v1/completions" else CHAT) | {
+            "stop": ["<|im_start|>"],
+            "structured_outputs": grammar,
+        }
+        (choice,) = server.post(path, body).json["choices"]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        assert (text, choice["finish_reason"]) == ("ab", "stop")
+        *events, last = [event["choices"][0] for event in stream(server, path, body)]
+        pieces = [event.get("text") or event.get("delta", {}).get("content") for event in events]
+        assert "".join(filter(None, pieces)) + (last.get("text") or "") == "ab"
+        assert last["stop_reason"] == "<|im_start|>"
+
     def test_tokenize_as_llama_cpp_does(self, server: Running) -> None:
         """It adds no special tokens by default; a part of a character has bytes."""
         options = {"content": "hello\N{SNOWMAN}", "with_pieces": True}
