@@ -8,6 +8,8 @@ from headrace.model.family import Layout
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _MAX_SHOWN = 4
+_HEADED = ("ForCausalLM", "LMHeadModel")
+_BASES = ("Model", "TextModel")
 
 _Layout = TypeVar("_Layout", bound=Layout)
 
@@ -18,16 +20,26 @@ def layout_of(
     where: str,
     tensor_names: Callable[[], Iterable[str]],
 ) -> _Layout:
-    """Find the layout of architecture `name`.
+    """Find the layout of architecture `name`, in any case, or of its class without a head.
 
     Raises UnsupportedModelError, which names the most similar family.
     """
-    known = []
+    known, wanted = [], name.casefold()
     for layout in filter(None, layouts):
-        if name in layout.architectures:
+        if wanted in _names(layout):
             return layout
         known.append(layout)
     raise _unknown(name, known, where, tensor_names)
+
+
+def _names(layout: Layout) -> set[str]:
+    names = {name.casefold() for name in layout.architectures}
+    whole = layout.architectures[0]
+    # Embedding models are saved without the class of the head: Qwen3Model, GPT2Model.
+    for suffix in _HEADED:
+        if whole.endswith(suffix):
+            names |= {f"{whole.removesuffix(suffix)}{base}".casefold() for base in _BASES}
+    return names
 
 
 def _unknown(

@@ -32,8 +32,7 @@ def assemble(
         tensors[name] = _model_tensor(name, shape, tensor, place, numbers, spec)
     for source in stored.keys() - needed.keys():
         is_ignored = source.endswith(layout.ignored) or layout.is_extra_layer(source, spec)
-        is_tied_head = spec.tied_embeddings and source == layout.tensors["head"].name
-        if not is_ignored and not is_tied_head:
+        if not is_ignored:
             raise UnsupportedModelError(
                 f"{where}: tensor {source} is not a tensor of a {spec.architecture} model"
             )

@@ -16,6 +16,8 @@ MAX_CONFIG_BYTES = 16 << 20
 """The largest known files have 2 MB."""
 _MAX_NAME_BYTES = 255
 _MAX_JSON_VALUES = 2_000_000
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_HTML = (b"<!doctype html", b"<html")
 
 
 def map_file(path: Path) -> mmap.mmap:
@@ -23,6 +25,7 @@ def map_file(path: Path) -> mmap.mmap:
     with _opened(path) as (descriptor, size):
         if size == 0:
             raise FormatError(f"{path.name}: the file is empty")
+        _check_not_html(path, os.pread(descriptor, 64, 0))
         try:
             return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
         except OSError as error:
@@ -52,6 +55,7 @@ def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     text = read_file(path, limit)
     if sum(map(text.count, (b",", b"[", b"{"))) > _MAX_JSON_VALUES:
         raise FormatError(f"{path.name}: more than the limit of {_MAX_JSON_VALUES:,} values")
+    _check_not_html(path, text[:64])
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -103,6 +107,14 @@ def list_names(folder: Path) -> list[str]:
         raise ModelNotFoundError(f"{folder}: {error.strerror}") from error
 
 
+def _check_not_html(path: Path, start: bytes) -> None:
+    if start.lstrip().lower().startswith(_HTML):
+        raise FormatError(
+            f"{path.name}: a web page, not the file; the address of the download led to a page, "
+            "such as a login. Download the file again"
+        )
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[int, int]]:
     # Without O_NONBLOCK, opening a pipe that was left in the folder would wait for a writer.
@@ -115,6 +127,11 @@ def _opened(path: Path) -> Iterator[tuple[int, int]]:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise FormatError(f"{path.name}: not a regular file")
+        if os.pread(descriptor, len(_LFS_POINTER), 0) == _LFS_POINTER:
+            raise FormatError(
+                f"{path.name}: a pointer of Git LFS ({status.st_size:,} bytes), not the file "
+                "itself; run `git lfs pull` in its repository, or download the file"
+            )
         yield descriptor, status.st_size
     finally:
         os.close(descriptor)

@@ -6,8 +6,11 @@ from typing import Any
 
 from headrace.checkpoint.architecture import layout_of
 from headrace.checkpoint.files import find, member, read_file, read_json
+from headrace.checkpoint.head import settle_head
+from headrace.checkpoint.names import modules, renamed, text_names
 from headrace.checkpoint.quantisation import method_of
 from headrace.checkpoint.safetensors import read_folder
+from headrace.checkpoint.text_part import TextPart, text_part
 from headrace.errors import FormatError
 from headrace.model import FAMILIES
 from headrace.model.family import ConfigLayout
@@ -26,17 +29,54 @@ class Folder:
     config: JsonFields
     layout: ConfigLayout
     spec: ModelSpec
+    """As the configuration says; `settle_head` compares it with the tensors."""
+    text_part: TextPart | None
+    """Set if the folder has a multimodal model, and `config` is of its text model."""
 
-    def tensors(self) -> dict[str, StoredTensor]:
-        tensors, quantisation = read_folder(self.path), self.config.get(_QUANTISATION)
-        if quantisation is None:
-            return tensors
-        return method_of(quantisation).assemble(quantisation, tensors, self.path.name)
+    def read(self) -> "FolderTensors":
+        """Raises as `read_folder`, and FormatError for a double tensor."""
+        stored, quantisation = read_folder(self.path), self.config.get(_QUANTISATION)
+        names = text_names(stored, self.layout)
+        own = dict(names.own)
+        if self.text_part is None:
+            own |= {name: name for name in names.others}
+        tensors = renamed(stored, own)
+        if quantisation is not None:
+            tensors = method_of(quantisation).assemble(quantisation, tensors, self.path.name)
+
+        is_stated = self.text_part is None or self.text_part.is_tie_stated
+        heads = settle_head(self.spec, self.layout, tensors, is_stated=is_stated)
+        left_out = tuple(name for name in names.others if name not in own)
+        notes = [f"{self.path.name}: {heads.note}"] if heads.note else []
+        if self.text_part:
+            notes.insert(0, self._text_note(self.text_part, left_out))
+        if heads.equal_head:
+            left_out += (heads.equal_head,)
+        return FolderTensors(heads.spec, heads.tensors, left_out, tuple(notes))
+
+    def _text_note(self, part: TextPart, left_out: tuple[str, ...]) -> str:
+        note = f"{self.path.name}: only the text model of {part.whole} is used"
+        if not left_out:
+            return note
+        return f"{note}; {len(left_out):,} tensors of {', '.join(modules(left_out))} are left out"
+
+
+@frozen(eq=False)
+class FolderTensors:
+    spec: ModelSpec
+    tensors: dict[str, StoredTensor]
+    """By the layout's names, in the shapes of an unquantised model."""
+    left_out: tuple[str, ...]
+    """Names in the files of tensors that the model does not use."""
+    notes: tuple[str, ...]
+    """Sentences for the user."""
 
 
 def open_folder(path: Path) -> Folder:
     """Raises UnsupportedModelError, which names the field, or FormatError."""
-    config = JsonFields(read_json(member(path, "config.json")), "config.json")
+    values = read_json(member(path, "config.json"))
+    part = text_part(values)
+    config = JsonFields(part.config if part else values, "config.json")
     layout = layout_of(
         _family_name(config),
         (family.config for family in FAMILIES.values()),
@@ -45,7 +85,8 @@ def open_folder(path: Path) -> Folder:
     )
     if (quantisation := config.get(_QUANTISATION)) is not None:
         method_of(quantisation)
-    return Folder(path, config, layout, layout.spec(config.named(layout.fields)))
+    spec = layout.spec(config.named(layout.fields))
+    return Folder(path=path, config=config, layout=layout, spec=spec, text_part=part)
 
 
 def chat_template(folder: Path, name: str = "default") -> str | None:

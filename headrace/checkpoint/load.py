@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, replace
+from dataclasses import astuple, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,9 @@ from headrace.checkpoint.architecture import layout_of
 from headrace.checkpoint.assemble import assemble
 from headrace.checkpoint.files import find, list_names
 from headrace.checkpoint.folder import chat_template, model_name, open_folder
-from headrace.checkpoint.gguf import Metadata, read_gguf
+from headrace.checkpoint.gguf import Metadata
 from headrace.checkpoint.gguf_scales import with_scales
+from headrace.checkpoint.split import gguf_of_folder, read_gguf_model
 from headrace.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from headrace.model import FAMILIES
 from headrace.model.spec import ExpertSpec, MlaSpec, ModelSpec, RopeSpec
@@ -40,6 +41,12 @@ class Checkpoint:
     chat_template: str | None
     tokenizer_source: Metadata | Path
     tool_template: str | None = None
+    stored: Mapping[str, StoredTensor] = field(default_factory=dict)
+    """By the names of the family's files, in the files' shapes."""
+    left_out: tuple[str, ...] = ()
+    """Names in the files of tensors that the model does not use."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the user about the files."""
 
     def advised_sampling(self) -> dict[str, Any]:
         """Raises FormatError."""
@@ -57,13 +64,19 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path, *, is_absorbed: bool = False) -> Checkpoint:
-    """Open a GGUF file or a folder; `is_absorbed` chooses the form of multi-head latent
-    attention.
+    """Open a GGUF file, any part of a split one, or a folder; `is_absorbed` chooses the form of
+    multi-head latent attention.
 
     Raises ModelNotFoundError, FormatError, or UnsupportedModelError (architecture, tensor type,
     feature, pickled weights).
     """
-    return _open_folder(path, is_absorbed) if os.path.isdir(path) else _open_gguf(path, is_absorbed)
+    if not os.path.isdir(path):
+        return _open_gguf(path, is_absorbed)
+    names = list_names(path)
+    has_weights = any(name.endswith(".safetensors") for name in names)
+    if not has_weights and (file := gguf_of_folder(path)):
+        return _open_gguf(file, is_absorbed)
+    return _open_folder(path, is_absorbed)
 
 
 def _open_gguf(path: Path, is_absorbed: bool) -> Checkpoint:
@@ -77,17 +90,13 @@ def _open_gguf(path: Path, is_absorbed: bool) -> Checkpoint:
             f"{path.name}: a safetensors file has no configuration; name its folder, which has "
             "config.json too"
         )
-    file = read_gguf(path)
+    file = read_gguf_model(path)
     layout = layout_of(
         file.metadata.string("general.architecture"),
         (family.gguf for family in FAMILIES.values()),
         file.metadata.where,
         lambda: file.tensors,
     )
-    if file.metadata.integer("split.count", 1) > 1:
-        raise file.metadata.unsupported(
-            "split.count", ": the file is a part of a split model; merge the parts first"
-        )
     stored = with_scales(file.tensors, path.name)
     spec = checked_spec(layout.spec(file.metadata, stored), path.name)
     spec = _with_form(spec, is_absorbed)
@@ -95,9 +104,10 @@ def _open_gguf(path: Path, is_absorbed: bool) -> Checkpoint:
     template = file.metadata.string("tokenizer.chat_template", "") or None
     tool_template = file.metadata.string("tokenizer.chat_template.tool_use", "") or None
     return Checkpoint(
-        path=path,
+        path=file.path,
         spec=replace(spec, name=file.metadata.string("general.name", path.stem)),
         tensors=tensors,
+        stored=file.tensors,
         chat_template=template,
         tokenizer_source=file.metadata,
         tool_template=tool_template,
@@ -106,19 +116,22 @@ def _open_gguf(path: Path, is_absorbed: bool) -> Checkpoint:
 
 def _open_folder(path: Path, is_absorbed: bool) -> Checkpoint:
     if not find(path, "config.json"):
-        files = [name for name in list_names(path) if name.endswith(".gguf")]
-        hint = f"; name a file in the folder, for example {files[0]}" if files else ""
-        raise ModelNotFoundError(f"{path}: no config.json{hint}")
+        raise ModelNotFoundError(f"{path}: no config.json, and no GGUF file")
     folder = open_folder(path)
-    spec = _with_form(checked_spec(folder.spec, path.name), is_absorbed)
-    tensors = assemble(spec, folder.layout, folder.tensors(), path.name)
+    checked_spec(folder.spec, path.name)
+    parts = folder.read()
+    spec = _with_form(parts.spec, is_absorbed)
+    tensors = assemble(spec, folder.layout, parts.tensors, path.name)
     return Checkpoint(
         path=path,
         spec=replace(spec, name=model_name(path)),
         tensors=tensors,
+        stored=parts.tensors,
         chat_template=chat_template(path),
         tokenizer_source=path,
         tool_template=chat_template(path, "tool_use"),
+        left_out=parts.left_out,
+        notes=parts.notes,
     )
 
 

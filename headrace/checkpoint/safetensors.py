@@ -6,12 +6,16 @@ data without gaps, row-major.
 
 import json
 import math
+import os
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from headrace.checkpoint.files import find, list_names, map_file, member, read_json
+from headrace.checkpoint.files import list_names, map_file, member, read_json
+from headrace.checkpoint.head import is_equal
 from headrace.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from headrace.quant.formats import FORMATS, RAW_FORMATS, StoredTensor
 
@@ -20,6 +24,9 @@ _SINGLE = "model.safetensors"
 _DTYPES = {name: FORMATS[name] for name in ("F32", "F16", "BF16")} | RAW_FORMATS
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
+_OTHER_LAYOUT = "consolidated"
+_NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{1,5})-of-(?P<count>\d{1,5})\.safetensors")
+_MAX_SHOWN = 8
 _MAX_TENSORS = 65_536
 _MAX_INDEX_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 6 << 20
@@ -72,42 +79,93 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
-    """Read a file or shards. Raises as `read_safetensors`, and UnsupportedModelError for
-    pickles.
+    """Read a file or shards, as transformers chooses them: a single file, then an index.
+
+    Without an index, shards are known by their names (`-00001-of-00002`). Files in Mistral's own
+    layout (`consolidated*`) are left alone if there are others. Raises as `read_safetensors`,
+    ModelNotFoundError for missing shards, and UnsupportedModelError for pickles.
     """
-    if index := find(folder, _INDEX):
-        return _read_shards(folder, index)
     files = list_names(folder)
     names = [name for name in files if name.endswith(".safetensors")]
-    if _SINGLE in names:
-        names = [_SINGLE]
-    if len(names) == 1:
-        return read_safetensors(member(folder, names[0]))
-    if names:
-        raise FormatError(
-            f"{folder.name}: several safetensors files but no {_INDEX}: {', '.join(names[:8])}"
-        )
-    if pickles := [name for name in files if name.endswith(_PICKLES)]:
+    names = [name for name in names if not name.startswith(_OTHER_LAYOUT)] or names
+    indices = [name for name in files if name.endswith(".safetensors.index.json")]
+    if _INDEX in files:
+        indices = [_INDEX]
+    shards: list[str] = []
+    shard_of: dict[str, str] = {}
+    if _SINGLE in files:
+        shards = [_SINGLE]
+    elif len(indices) == 1:
+        shard_of = _shard_of(folder, indices[0])
+        shards = sorted(set(shard_of.values()))
+    elif len(names) > 1:
+        shards = _numbered(folder, names)
+    elif names:
+        shards = names
+    elif pickles := [name for name in files if name.endswith(_PICKLES)]:
         raise UnsupportedModelError(
             f"{folder.name}: {pickles[0]} is a pickle, which can run code; convert the "
             "model to safetensors"
         )
-    raise ModelNotFoundError(f"{folder}: no safetensors file")
+    else:
+        raise ModelNotFoundError(f"{folder}: no safetensors file")
+    return _read_shards(folder, shards, shard_of)
 
 
-def _read_shards(folder: Path, index: Path) -> dict[str, StoredTensor]:
-    shard_of = read_json(index, _MAX_INDEX_BYTES).get("weight_map")
+def _shard_of(folder: Path, index: str) -> dict[str, str]:
+    shard_of = read_json(member(folder, index), _MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(shard_of, dict) or not all(
         isinstance(shard, str) for shard in shard_of.values()
     ):
-        raise FormatError(f"{_INDEX}: weight_map does not map tensor names to file names")
-    shards = {
-        shard: read_safetensors(member(folder, shard)) for shard in sorted(set(shard_of.values()))
-    }
-    for name, shard in shard_of.items():
-        if name not in shards[shard]:
-            raise FormatError(f"{_INDEX}: tensor {name[:100]} is not in {shard}")
-    return {name: shards[shard][name] for name, shard in shard_of.items()}
+        raise FormatError(f"{index}: weight_map does not map tensor names to file names")
+    return shard_of
+
+
+def _numbered(folder: Path, names: Sequence[str]) -> list[str]:
+    """All shards of the model of which these files are shards. Raises FormatError."""
+    matches = [match for name in names if (match := _NUMBERED.fullmatch(name))]
+    models = {(match["stem"], match["count"]) for match in matches}
+    if len(models) != 1:
+        raise FormatError(
+            f"{folder.name}: several safetensors files but no {_INDEX}: {', '.join(names[:8])}"
+        )
+    ((stem, count),) = models
+    return [
+        f"{stem}-{number:0{len(count)}}-of-{count}.safetensors"
+        for number in range(1, int(count) + 1)
+    ]
+
+
+def _read_shards(
+    folder: Path, shards: Sequence[str], shard_of: Mapping[str, str]
+) -> dict[str, StoredTensor]:
+    """All tensors of the shards. `shard_of` says which of two tensors with one name counts."""
+    paths = {shard: member(folder, shard) for shard in shards}
+    if absent := [shard for shard, path in paths.items() if not os.path.lexists(path)]:
+        more = f" and {len(absent) - _MAX_SHOWN:,} more" if len(absent) > _MAX_SHOWN else ""
+        raise ModelNotFoundError(
+            f"{folder}: {len(absent):,} of {len(shards):,} files of the model are missing: "
+            f"{', '.join(absent[:_MAX_SHOWN])}{more}; download them into this folder"
+        )
+    tensors: dict[str, StoredTensor] = {}
+    origin: dict[str, str] = {}
+    for shard, path in paths.items():
+        for name, tensor in read_safetensors(path).items():
+            chosen = shard_of.get(name)
+            is_known = name in origin and chosen not in (shard, origin[name])
+            if is_known and not is_equal(tensors[name], tensor):
+                raise FormatError(
+                    f"{folder.name}: tensor {name[:100]} is in {origin[name]} and in {shard}; "
+                    "remove either file"
+                )
+            if name not in origin or chosen == shard:
+                tensors[name], origin[name] = tensor, shard
+    if "tok_embeddings.weight" in tensors:
+        raise UnsupportedModelError(
+            f"{folder.name}: {origin['tok_embeddings.weight']} has the tensor names of Mistral's "
+            "and Meta's own tools; download the model's files for transformers (model*.safetensors)"
+        )
+    return tensors
 
 
 _Entry = tuple[str, tuple[int, ...], tuple[int, int]]

@@ -18,6 +18,8 @@ _HUB = re.compile(
     r"hf:(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?(?::(?P<file>[^:]+))?"
 )
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
+_HUB_OTHERS = ["*/*", "consolidated*"]
+"""Subfolders have the weights in other formats; `consolidated` files repeat them."""
 
 
 @frozen
@@ -43,7 +45,7 @@ def resolve(model: str, *, progress: bool = True, offline: bool = False) -> Path
     try:
         if model:
             os.stat(path)
-            return path
+            return _snapshot(path) if path.is_dir() else path
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError) as error:
@@ -52,6 +54,29 @@ def resolve(model: str, *, progress: bool = True, offline: bool = False) -> Path
             f"{model[:200]!r}: {getattr(error, 'strerror', None) or error}"
         ) from error
     raise ModelNotFoundError(_unknown(model))
+
+
+def _snapshot(folder: Path) -> Path:
+    """The snapshot of a folder `models--ORG--NAME` of the hub's cache; other folders as they are.
+
+    Raises ModelNotFoundError if the cache has several snapshots and none is the main one.
+    """
+    home = folder.parent if folder.name == "snapshots" else folder
+    snapshots = home / "snapshots"
+    if not home.name.startswith("models--") or not snapshots.is_dir():
+        return folder
+    with suppress(OSError, ValueError):
+        revision = (home / "refs/main").read_text("ascii").strip()
+        if re.fullmatch(r"[0-9a-f]{40}", revision) and (snapshots / revision).is_dir():
+            return snapshots / revision
+    found = sorted(path for path in snapshots.iterdir() if path.is_dir())
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(path.name for path in found[:8]) or "none"
+    raise ModelNotFoundError(
+        f"{folder}: a folder of the Hugging Face cache, with {len(found):,} snapshots and no "
+        f"refs/main; name a folder in {snapshots}: {names}"
+    )
 
 
 def cache_folder() -> Path:
@@ -132,17 +157,25 @@ def _fetch_from_hub(model: str, offline: bool) -> Path:
     repository, revision, file = match.group("repository", "revision", "file")
     try:
         if file:
-            return Path(
+            from headrace.checkpoint.split import part_names
+
+            home, slash, last = file.rpartition("/")
+            paths = [
                 huggingface_hub.hf_hub_download(
-                    repository, file, revision=revision, local_files_only=offline
+                    repository,
+                    f"{home}{slash}{name}",
+                    revision=revision,
+                    local_files_only=offline,
                 )
-            )
-        # One call gets one revision of all files. Subfolders have the weights in other formats.
+                for name in part_names(last)
+            ]
+            return Path(paths[0])
+        # One call gets one revision of all files.
         folder = huggingface_hub.snapshot_download(
             repository,
             revision=revision,
             allow_patterns=_HUB_FILES,
-            ignore_patterns=["*/*"],
+            ignore_patterns=_HUB_OTHERS,
             local_files_only=offline,
         )
     except Exception as error:

@@ -6,6 +6,7 @@ appears only when it is complete.
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,10 +48,14 @@ def run(args: argparse.Namespace) -> int:
 
     check_destination(args.out)
     original = open_source_model(resolve(args.model))
+    for note in original.checkpoint.notes:
+        print(note, file=sys.stderr)
     with progress_bar() as on_progress:
         write = _write_gguf if args.out.suffix == ".gguf" else _write_folder
         write(args, original, on_progress)
 
+    if unused := original.unused(as_folder=args.out.suffix != ".gguf"):
+        print(f"not written: {', '.join(unused)}", file=sys.stderr)
     files = [args.out] if args.out.is_file() else list(args.out.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
     original_size = sum(tensor.nbytes for tensor in original.tensors.values())

@@ -66,6 +66,7 @@ def _model_figures(facts: dict[str, Any]) -> dict[str, str]:
         "chat template": "yes" if facts["chat_template"] else "no",
         "runs on": f"{backend}; {remark}" if remark else backend,
         **_weight_figures(facts),
+        **({"note": "; ".join(facts["notes"])} if facts["notes"] else {}),
         "KV per token": _sizes(facts["kv_bytes_per_token"]),
         **_kv_group_figures(facts["kv_groups"]),
     }

@@ -1,9 +1,9 @@
-import os
+import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from headrace.checkpoint.folder import open_folder
-from headrace.checkpoint.gguf import read_gguf
+from headrace.checkpoint.assemble import stored_shapes
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.convert.file_tensors import FileTensor, file_tensors
 from headrace.errors import UnsupportedModelError
@@ -13,6 +13,7 @@ from headrace.model.spec import ModelSpec
 from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
 
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
 _GGUF_FAMILY = {"mistral": "llama", "mixtral": "llama", "deepseek_v3": "deepseek_v2"}
 
 
@@ -34,16 +35,35 @@ class SourceModel:
         layout = FAMILIES[self.spec.architecture].config
         return layout.tensors["head"].name.removesuffix(".weight") if layout else ""
 
-    def file_tensors(self, *, as_folder: bool) -> dict[str, FileTensor]:
-        """Raises UnsupportedModelError."""
+    def unused(self, *, as_folder: bool) -> list[str]:
+        """The kinds of the source's tensors that a conversion does not write, with their numbers:
+        other modules of a multimodal model, a head that equals the embedding, tensors that the
+        loader computes, layers for drafts. A GGUF file keeps all tensors of a GGUF file.
+        """
+        if not (self.is_folder or as_folder):
+            return []
+        needed = stored_shapes(self.spec, self._layout(self.is_folder).for_names(self.tensors))
+        others = sorted(self.tensors.keys() - needed.keys())
+        # A scale of GGUF is written as a factor of its weight.
+        others = [name for name in others if self.is_folder or not name.endswith(".scale")]
+        names = [*self.checkpoint.left_out, *others]
+        kinds = Counter(_INDEX.sub("{}", name) for name in names)
+        return [f"{kind} ({count:,})" if count > 1 else kind for kind, count in kinds.items()]
+
+    def _layout(self, as_folder: bool) -> Layout:
         architecture = self.spec.architecture
-        layout: Layout | None = (
-            FAMILIES[architecture].config if as_folder else gguf_layout(architecture)
-        )
+        if not as_folder:
+            return gguf_layout(architecture)
+        layout = FAMILIES[architecture].config
         if layout is None:
             raise UnsupportedModelError(
                 f"the family {architecture} has no folder format; convert the model to GGUF"
             )
+        return layout
+
+    def file_tensors(self, *, as_folder: bool) -> dict[str, FileTensor]:
+        """Raises UnsupportedModelError."""
+        layout = self._layout(as_folder)
         names = self.tensors if as_folder == self.is_folder else ()
         return file_tensors(self.spec, layout, names)
 
@@ -61,6 +81,4 @@ def gguf_layout(architecture: str) -> GgufLayout:
 def open_source_model(path: Path) -> SourceModel:
     """Raises as `open_checkpoint`."""
     checkpoint = open_checkpoint(path)
-    is_folder = os.path.isdir(path)
-    tensors = open_folder(path).tensors() if is_folder else read_gguf(path).tensors
-    return SourceModel(checkpoint, is_folder, tensors)
+    return SourceModel(checkpoint, isinstance(checkpoint.tokenizer_source, Path), checkpoint.stored)

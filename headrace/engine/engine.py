@@ -64,6 +64,8 @@ class EngineLimits:
     kv_groups: tuple[KvGroup, ...]
     attention_crossover: float = inf
     """Context length at which attention takes as long as the rest of a row."""
+    has_head: bool = True
+    """False: the model only computes embeddings."""
 
 
 class Engine:
@@ -152,6 +154,11 @@ class Engine:
             params = SamplingParams() if params is None else params
             if not isinstance(params, SamplingParams):
                 raise RequestError(f"params must be SamplingParams, not {type(params).__name__}")
+            if pooling is None and not self.limits.has_head:
+                raise RequestError(
+                    "the model's files have no head (lm_head.weight), so it computes embeddings "
+                    "and generates no text; call embed, or /v1/embeddings of the server"
+                )
             options = options.checked()
             if options.adapter is not None:
                 self._adapters.check(options.adapter)

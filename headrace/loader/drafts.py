@@ -79,6 +79,11 @@ def open_draft_checkpoints(
         draft = open_checkpoint(
             resolve(config.draft_model), is_absorbed=config.latent_attention == "absorbed"
         )
+        if not draft.spec.has_head:
+            raise RequestError(
+                f"draft_model '{config.draft_model}' only computes embeddings: its files have no "
+                "head (lm_head.weight)"
+            )
         _check_vocabulary(config.draft_model, draft, tokenizer)
         draft = _with_vocab_size(draft, target.spec.vocab_size)
     if "medusa" in methods and config.medusa_heads:

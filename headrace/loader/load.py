@@ -2,6 +2,7 @@
 engine.
 """
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +25,9 @@ from headrace.speculation.proposers import make_proposers
 
 if TYPE_CHECKING:
     from headrace.parallel.launch import Launcher
+
+
+_log = logging.getLogger("headrace.loader")
 
 
 class LoadedModel(NamedTuple):
@@ -96,6 +100,8 @@ def load_engine(
     `load_model`.
     """
     spec = checkpoint.spec
+    for note in checkpoint.notes:
+        _log.warning(note)
     drafts = open_draft_checkpoints(config, checkpoint, tokenizer)
     config = with_backend(config, checkpoint, drafts)
     program = target_program(config, checkpoint)
@@ -131,6 +137,7 @@ def load_engine(
         kv=kv,
         kv_groups=program.kv_groups,
         attention_crossover=program.attention_crossover,
+        has_head=spec.has_head,
     )
     proposers = make_proposers(config, draft_models)
     return Engine(executable, tokenizer, limits, config, proposers, name=model)

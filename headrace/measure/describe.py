@@ -33,7 +33,10 @@ _FORMATS = ("BF16", "Q8_0", "Q6_K", "Q4_K", "Q4_0")
 
 
 def describe(model: str, **options: Unpack[EngineOptions]) -> dict[str, Any]:
-    """All facts as JSON, in bytes, counts and tokens/s. No weight is read."""
+    """All facts as JSON, in bytes, counts and tokens/s.
+
+    No weight is read, except a head next to a tied embedding, to compare both.
+    """
     path = resolve(model)
     has_weights = not is_config_only(path)
     checkpoint = open_checkpoint(path) if has_weights else open_dummy_checkpoint(path)
@@ -56,6 +59,7 @@ def describe(model: str, **options: Unpack[EngineOptions]) -> dict[str, Any]:
         "name": spec.name,
         "architecture": spec.architecture,
         "has_weights": has_weights,
+        "notes": list(checkpoint.notes),
         "parameters": sum(tensor.rows * tensor.cols for tensor in tensors),
         **_expert_facts(program, spec),
         "layers": spec.num_layers,

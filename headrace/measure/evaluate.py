@@ -146,6 +146,11 @@ class _Evaluator:
         on_progress: ProgressCallback,
     ) -> None:
         checkpoint = open_files(model, engine_config(options))
+        if not checkpoint.spec.has_head:
+            raise RequestError(
+                f"{model} only computes embeddings: its files have no head (lm_head.weight), so it "
+                "gives no probabilities to evaluate"
+            )
         self._length = min(length, checkpoint.spec.max_context)
         config = engine_config(options | {"max_model_len": self._length})
         self._config = with_backend(config, checkpoint)

@@ -118,16 +118,6 @@ def _config_tensors(transposed: bool) -> dict[str, TensorSource]:
     )
 
 
-def _as_first_published(tensors: dict[str, TensorSource]) -> dict[str, TensorSource]:
-    """OpenAI's names, without the prefix `transformer.` and a head."""
-    return {
-        ours: replace(stored, name=stored.name.removeprefix("transformer."))
-        for ours, stored in tensors.items()
-        if ours != "head"
-    }
-
-
-_GPT2_TENSORS = _config_tensors(transposed=True)
 _GGUF_TENSORS = from_gguf.TENSORS | fused_qkv(
     "blk.{}.attn_qkv.weight", "blocks", is_half_split=False, bias="blk.{}.attn_qkv.bias"
 )
@@ -138,8 +128,7 @@ GPT2 = Family(
     config=ConfigLayout(
         architectures=("GPT2LMHeadModel", "gpt2"),
         spec=_gpt2_config,
-        tensors=_GPT2_TENSORS,
-        alternatives=(_as_first_published(_GPT2_TENSORS),),
+        tensors=_config_tensors(transposed=True),
         ignored=_IGNORED,
         fields=FIELDS,
     ),

@@ -122,6 +122,10 @@ class ModelSpec:
     activation: Activation = "silu"
     gated_mlp: bool = True
     tied_embeddings: bool = False
+    has_head: bool = True
+    """False: the file has no head and no tie, so the model only computes embeddings. The program
+    still multiplies with the embedding.
+    """
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False

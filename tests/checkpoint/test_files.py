@@ -96,6 +96,25 @@ class TestIrregularFiles:
             open_checkpoint(tmp_path / "folder")
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 9\n"
+ALL_READERS = READERS | {
+    "model.gguf": lambda folder: open_checkpoint(folder / "model.gguf"),
+    "model-00002-of-00002.gguf": open_checkpoint,
+    "consolidated.safetensors": read_folder,
+}
+
+
+@pytest.mark.parametrize("name", ALL_READERS)
+def test_files_that_are_not_the_files(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(POINTER)
+    with pytest.raises(FormatError, match=rf"{name}: a pointer of Git LFS .*git lfs pull"):
+        ALL_READERS[name](tmp_path)
+    (tmp_path / name).write_bytes(b"\n<!DOCTYPE html><html><head>Sign in</head></html>")
+    if name not in ("chat_template.jinja", "tokenizer.json"):
+        with pytest.raises(FormatError, match=rf"{name}: a web page, not the file"):
+            ALL_READERS[name](tmp_path)
+
+
 def test_a_file_that_grows_is_read_to_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,8 +60,51 @@ class TestReading:
             {"b": np.zeros((2, 2), np.float32), "c": np.zeros(3, np.float32)},
             tmp_path / "m-2.safetensors",
         )
-        folder = shards(tmp_path, {"a": "m-1.safetensors", "b": "m-2.safetensors"})
-        assert set(read_folder(folder)) == {"a", "b"}
+        # Tensors outside the index are read, as transformers does; `b` is in another shard.
+        folder = shards(
+            tmp_path, {"a": "m-1.safetensors", "b": "m-1.safetensors", "d": "m-2.safetensors"}
+        )
+        assert set(read_folder(folder)) == {"a", "b", "c"}
+
+    def test_a_tensor_in_two_shards(self, tmp_path: Path) -> None:
+        for i in (1, 2):
+            arrays = {"a": np.full(2, i, np.float32), "b": np.ones(2, np.float32)}
+            save_file(arrays, tmp_path / f"m-{i}.safetensors")
+        shards(tmp_path, {"a": "m-2.safetensors", "c": "m-1.safetensors"})
+        np.testing.assert_array_equal(read_folder(tmp_path)["a"].dequantise(), [2, 2])
+        shards(tmp_path, {"b": "m-2.safetensors", "c": "m-1.safetensors"})
+        with pytest.raises(FormatError, match=r"tensor a is in m-1\.safetensors and in m-2\.safe"):
+            read_folder(tmp_path)
+
+    def test_shards_without_an_index(self, tmp_path: Path) -> None:
+        for i in (1, 3):
+            save_file(
+                {f"t{i}": np.ones(2, np.float32)},
+                tmp_path / f"model-0000{i}-of-00003.safetensors",
+            )
+        with pytest.raises(
+            ModelNotFoundError, match=r"1 of 3 files .* missing: model-00002-of-00003\.safetensors"
+        ):
+            read_folder(tmp_path)
+        save_file({"t2": np.ones(2, np.float32)}, tmp_path / "model-00002-of-00003.safetensors")
+        assert set(read_folder(tmp_path)) == {"t1", "t2", "t3"}
+        (tmp_path / "consolidated.safetensors").write_bytes(b"Mistral's own layout")
+        assert set(read_folder(tmp_path)) == {"t1", "t2", "t3"}
+        save_file({"t4": np.ones(2, np.float32)}, tmp_path / "other-1-of-2.safetensors")
+        with pytest.raises(FormatError, match="several safetensors files"):
+            read_folder(tmp_path)
+
+    def test_a_single_file_next_to_an_index(self, tmp_path: Path) -> None:
+        """Quantised repositories keep the index of the original."""
+        folder = shards(tmp_path, {"a": "model-00001-of-00002.safetensors"})
+        save_file({"b": np.ones(2, np.float32)}, folder / "model.safetensors")
+        assert set(read_folder(folder)) == {"b"}
+
+    @pytest.mark.parametrize("name", ["consolidated.safetensors", "model.safetensors"])
+    def test_the_layout_of_mistral_is_refused(self, tmp_path: Path, name: str) -> None:
+        save_file({"tok_embeddings.weight": np.ones(2, np.float32)}, tmp_path / name)
+        with pytest.raises(UnsupportedModelError, match=rf"{name} has the tensor names of Mistral"):
+            read_folder(tmp_path)
 
     def test_one_file_of_any_name(self, tmp_path: Path) -> None:
         save_file({"a": np.ones(2, np.float32)}, tmp_path / "weights.safetensors")
@@ -185,9 +228,8 @@ class TestFolders:
 
     def test_index_and_shards_disagree(self, tmp_path: Path) -> None:
         save_file({"a": np.ones(2, np.float32)}, tmp_path / "m.safetensors")
-        with pytest.raises(FormatError, match=r"tensor b is not in m\.safetensors"):
-            read_folder(shards(tmp_path, {"a": "m.safetensors", "b": "m.safetensors"}))
-        with pytest.raises(ModelNotFoundError):
+        assert set(read_folder(shards(tmp_path, {"b": "m.safetensors"}))) == {"a"}
+        with pytest.raises(ModelNotFoundError, match=r"1 of 1 files .* missing: none\.safetensors"):
             read_folder(shards(tmp_path, {"a": "none.safetensors"}))
 
     def test_a_pipe_does_not_block(self, tmp_path: Path) -> None:

@@ -410,6 +410,28 @@ class TestHub:
         assert resolve("hf:org/model:sub/q4.gguf", offline=True) == Path("/hub/file")
         assert hub == [("org/model", "sub/q4.gguf", {"revision": None, "local_files_only": True})]
 
+    def test_all_parts_of_a_split_file(self, hub: list[tuple[Any, ...]]) -> None:
+        resolve("hf:org/model:sub/q4-00002-of-00002.gguf")
+        files = [file for _, file, _ in hub]
+        assert files == ["sub/q4-00001-of-00002.gguf", "sub/q4-00002-of-00002.gguf"]
+
+    def test_folders_of_the_cache(self, tmp_path: Path) -> None:
+        home = tmp_path / "models--org--name"
+        (home / "snapshots" / ("a" * 40)).mkdir(parents=True)
+        snapshots = home / "snapshots"
+        assert resolve(str(home)) == resolve(str(snapshots)) == snapshots / ("a" * 40)
+        (snapshots / ("b" * 40)).mkdir()
+        with pytest.raises(
+            ModelNotFoundError, match=r"2 snapshots and no refs/main; name a folder"
+        ):
+            resolve(str(home))
+        (home / "refs").mkdir()
+        (home / "refs/main").write_text("b" * 40 + "\n")
+        assert resolve(str(home)) == snapshots / ("b" * 40)
+        (home / "refs/main").write_text("../../secret")
+        with pytest.raises(ModelNotFoundError, match="2 snapshots"):
+            resolve(str(home))
+
     @pytest.mark.parametrize("name", ["hf:", "hf:model", "hf:a/b/c", "hf:a/b:", "hf:a/b@"])
     def test_malformed(self, hub: list[tuple[Any, ...]], name: str) -> None:
         with pytest.raises(ModelNotFoundError, match="expected hf:"):

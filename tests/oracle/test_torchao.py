@@ -52,7 +52,7 @@ def test_torchao_folders(tmp_path: Path, kind: str) -> None:
         tmp_path / "plain", quantization_config=config, dtype=torch.float32
     ).eval()
     model.save_pretrained(tmp_path / "quantised")
-    tensors = open_folder(tmp_path / "quantised").tensors()
+    tensors = open_folder(tmp_path / "quantised").read().tensors
     quantised = [
         (name, value)
         for name, value in model.state_dict().items()

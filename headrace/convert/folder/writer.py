@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.checkpoint.files import list_names, member, read_json
+from headrace.checkpoint.files import list_names, member
+from headrace.checkpoint.folder import open_folder
+from headrace.checkpoint.load import Checkpoint
 from headrace.convert.destination import atomic_output, check_disk_space
 from headrace.convert.file_tensors import FileTensor
 from headrace.convert.folder.bitsandbytes import BitsAndBytes, LlmInt8
@@ -120,7 +122,7 @@ def write_folder(
         folder.mkdir()
         checkpoint = source.checkpoint
         config = (
-            copy_model_files(checkpoint.path, folder)
+            copy_model_files(checkpoint, folder)
             if source.is_folder
             else write_config_files(checkpoint, folder)
         )
@@ -146,8 +148,9 @@ def write_folder(
         file.close()
 
 
-def copy_model_files(source: Path, folder: Path) -> dict[str, Any]:
-    """Return `config.json` without `quantization_config`."""
+def copy_model_files(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
+    """Return the `config.json` of the text model, without `quantization_config`."""
+    source = checkpoint.path
     for name in list_names(source):
         path = source / name
         if name == "additional_chat_templates" and path.is_dir():
@@ -156,8 +159,12 @@ def copy_model_files(source: Path, folder: Path) -> dict[str, Any]:
         is_copied = name != _CONFIG and not name.endswith(_WEIGHTS) and not name.startswith(".")
         if is_copied and path.is_file():
             shutil.copyfile(member(source, name), folder / name)
-    config = read_json(member(source, _CONFIG))
-    return {key: value for key, value in config.items() if key != "quantization_config"}
+    opened, spec = open_folder(source), checkpoint.spec
+    config = {key: value for key, value in opened.config.items() if key != "quantization_config"}
+    is_tied = spec.tied_embeddings and spec.has_head
+    if is_tied != opened.spec.tied_embeddings:
+        config["tie_word_embeddings"] = is_tied
+    return config
 
 
 def _numbers(

@@ -16,7 +16,8 @@ from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.quant.formats import FORMATS, StoredTensor
 from headrace.record import frozen
 
-_SHARED = {"name", "architecture", "rope", "window_rope"}
+_SHARED = {"name", "architecture", "has_head", "rope", "window_rope"}
+"""Fields that are compared otherwise, or that GGUF does not have."""
 _PRECISION = 1e-6
 """Relative, of float32 constants."""
 

@@ -114,7 +114,8 @@ def write_gguf(
 def _metadata(source: SourceModel, contents: GgufContents) -> dict[str, RawValue]:
     metadata = source.checkpoint.tokenizer_source
     if isinstance(metadata, Metadata):
-        return {key: metadata.raw(key) for key in metadata}
+        # The parts of a split model become one file.
+        return {key: metadata.raw(key) for key in metadata if not key.startswith("split.")}
     from headrace.convert.gguf.tokenizer import tokenizer_values
 
     values: dict[str, Any] = {**contents.fields, **tokenizer_values(source.checkpoint)}

@@ -1,0 +1,156 @@
+"""Tensors by their published names: prefixes, and heads next to a tie."""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from headrace import LLM, SamplingParams
+from headrace.checkpoint.head import is_equal
+from headrace.checkpoint.load import Checkpoint, open_checkpoint
+from headrace.checkpoint.names import text_names
+from headrace.errors import FormatError, RequestError, UnsupportedModelError
+from headrace.model import FAMILIES
+from headrace.quant.formats import StoredTensor
+from tests.backend.stored import random_stored
+from tests.fuzz.files import CONFIG, tensors
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+Arrays = Mapping[str, NDArray[Any]]
+
+
+def arrays(head: bool = False) -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(0)
+    found = {
+        name: rng.normal(size=values.shape).astype(np.float16) for name, values in tensors().items()
+    }
+    return found | {HEAD: rng.normal(size=found[EMBED].shape).astype(np.float16)} if head else found
+
+
+def write(folder: Path, stored: Arrays, **config: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file(dict(stored), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG | config))
+    return folder
+
+
+def with_tokenizer(folder: Path) -> Path:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer, backend.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def opened(folder: Path, stored: Arrays, **config: Any) -> Checkpoint:
+    return open_checkpoint(write(folder, stored, **config))
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "model.",
+        "",
+        "language_model.",
+        "language_model.model.",
+        "model.language_model.",
+        "model.text_model.",
+        "transformer.",
+    ],
+)
+def test_prefixes_of_the_text_model(prefix: str, tmp_path: Path) -> None:
+    want = opened(tmp_path / "a", arrays(head=True), tie_word_embeddings=False)
+    head = "language_model." if prefix == "language_model.model." else ""
+    renamed = {
+        head + name if name == HEAD else prefix + name.removeprefix("model."): values
+        for name, values in arrays(head=True).items()
+    }
+    got = opened(tmp_path / "b", renamed, tie_word_embeddings=False)
+    assert got.tensors.keys() == want.tensors.keys() and "head" in got.tensors
+    for name, tensor in want.tensors.items():
+        np.testing.assert_array_equal(got.tensors[name].dequantise(), tensor.dequantise())
+
+
+@pytest.mark.parametrize("family", [name for name, one in FAMILIES.items() if one.config])
+def test_each_family_without_its_prefix(family: str) -> None:
+    layout = FAMILIES[family].config
+    assert layout
+    names = [source.name.replace("{}", "0") for source in layout.tensors.values()]
+    base = next(name for name in names if ".0." in name).partition(".")[0] + "."
+    bare = {name.removeprefix(base): name for name in names}
+    assert text_names(bare, layout).own == bare
+    wrapped = {f"language_model.{name}": name for name in names}
+    assert text_names(wrapped, layout).own == wrapped
+
+
+def test_unknown_and_double_tensors(tmp_path: Path) -> None:
+    extra = np.zeros(4, np.float16)
+    for name in ("score.weight", "model.extra.weight", "model.visual.patch.weight"):
+        with pytest.raises(UnsupportedModelError, match=rf"{name} is not a tensor of a llama"):
+            opened(tmp_path, arrays() | {name: extra})
+    with pytest.raises(FormatError, match=r"are both the model's lm_head\.weight"):
+        opened(tmp_path, arrays(head=True) | {"language_model.lm_head.weight": extra})
+
+
+def test_a_head_next_to_a_tie(tmp_path: Path) -> None:
+    stored = arrays(head=True)
+    differs = opened(tmp_path, stored, tie_word_embeddings=True)
+    assert not differs.spec.tied_embeddings and differs.left_out == ()
+    np.testing.assert_array_equal(differs.tensors["head"].dequantise(), stored[HEAD].astype("f4"))
+    (note,) = differs.notes
+    assert "tie_word_embeddings is true, but lm_head.weight differs" in note
+
+    equal = opened(tmp_path, stored | {HEAD: stored[EMBED]}, tie_word_embeddings=True)
+    assert equal.spec.tied_embeddings and "head" not in equal.tensors
+    assert equal.left_out == (HEAD,) and equal.notes == ()
+
+    # float32 with the values of float16 is equal, too.
+    wide = stored | {HEAD: stored[EMBED].astype(np.float32)}
+    assert opened(tmp_path, wide, tie_word_embeddings=True).spec.tied_embeddings
+
+
+def test_a_tie_with_only_a_head(tmp_path: Path) -> None:
+    stored = arrays()
+    swapped = {HEAD if name == EMBED else name: values for name, values in stored.items()}
+    checkpoint = opened(tmp_path, swapped, tie_word_embeddings=True)
+    assert checkpoint.spec.tied_embeddings and checkpoint.notes == ()
+    embedding = checkpoint.tensors["embed"].dequantise()
+    np.testing.assert_array_equal(embedding, stored[EMBED].astype(np.float32))
+    with pytest.raises(FormatError, match=r"embed_tokens\.weight is missing"):
+        opened(tmp_path, swapped, tie_word_embeddings=False)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "LlamaModel", "llamaforcausallm"])
+def test_a_model_without_a_head_only_embeds(
+    architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bare = {name.removeprefix("model."): values for name, values in arrays().items()}
+    write(tmp_path, bare, tie_word_embeddings=False, architectures=[architecture])
+    caplog.set_level(logging.WARNING)
+    with LLM(str(with_tokenizer(tmp_path)), threads=1) as llm:
+        assert "the model only computes embeddings" in caplog.text
+        assert np.isfinite(llm.embed(["a", "bc"])).all()
+        with pytest.raises(RequestError, match=r"no head \(lm_head\.weight\).*call embed"):
+            llm.generate("a", SamplingParams(max_tokens=1))
+
+
+@pytest.mark.parametrize("format", ["F32", "BF16", "Q8_0"])
+def test_equal_matrices(format: str) -> None:
+    a, b = (random_stored(format, 70, 64, seed) for seed in (1, 2))
+    again = random_stored(format, 70, 64, 1)
+    assert is_equal(a, again) and not is_equal(a, b)
+    assert is_equal(a, StoredTensor.from_floats("a", a.dequantise()))
+    assert not is_equal(a, random_stored(format, 64, 64, 1))
+    last = a.dequantise()
+    last[-1, -1] += 1
+    assert not is_equal(a, StoredTensor.from_floats("a", last))
