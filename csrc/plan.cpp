@@ -27,7 +27,22 @@ double now() {
 }  // namespace
 
 Plan::Plan(const Kernels* kernels, std::shared_ptr<Pool> pool)
-    : kernels_(kernels), pool_(std::move(pool)), programs_(1), deal_(pool_->threads()) {}
+    : kernels_(kernels),
+      pool_(std::move(pool)),
+      kv_(std::make_shared<std::vector<KvGroup>>()),
+      programs_(1),
+      deal_(pool_->threads()) {}
+
+Plan::Plan(Plan* shared)
+    : kernels_(shared->kernels_),
+      pool_(shared->pool_),
+      kv_(shared->kv_),
+      float_activations_(shared->float_activations_),
+      weights_(shared->weights_),
+      vectors_(shared->vectors_),
+      vector_lengths_(shared->vector_lengths_),
+      programs_(1),
+      deal_(pool_->threads()) {}
 
 Plan::~Plan() = default;
 
@@ -253,7 +268,7 @@ AttentionWork& Plan::attention_work(int group, int num_heads, int value_dim) {
   auto& work = attention_work_[{group, num_heads, value_dim}];
   if (!work)
     work = std::make_unique<AttentionWork>(group, num_heads / kv(group).heads(),
-                                           kv_[static_cast<size_t>(group)],
+                                           (*kv_)[static_cast<size_t>(group)],
                                            kv(group).shape().computed(value_dim));
   return *work;
 }

@@ -135,12 +135,16 @@ class Plan {
  public:
   // The pool may be that of another plan that never runs at the same time.
   Plan(const Kernels* kernels, std::shared_ptr<Pool> pool);
+  // A plan over the weights and KV of another, which must outlive it and never runs at the
+  // same time. It has no ops, buffers and adapters yet. Weights and vectors keep their
+  // numbers; it may add its own.
+  explicit Plan(Plan* shared);
   ~Plan();
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
 
   // Adds a group of layers; groups are numbered in the order in which they come.
-  void add_kv_group(KvGroup group) { kv_.push_back(std::move(group)); }
+  void add_kv_group(KvGroup group) { kv_->push_back(std::move(group)); }
 
   // From now on quantised weights are multiplied with float32 activations; not those of
   // int8 by row.
@@ -206,8 +210,10 @@ class Plan {
   int num_buffers() const { return static_cast<int>(buffers_.size()); }
   const Buffer& buffer(int id) const { return buffers_[id]; }
   Buffer& buffer(int id) { return buffers_[id]; }
-  const std::vector<KvGroup>& kv_groups() const { return kv_; }
-  const KvCache& kv(int group) const { return kv_[static_cast<size_t>(group)].cache; }
+  const std::vector<KvGroup>& kv_groups() const { return *kv_; }
+  const KvCache& kv(int group) const {
+    return (*kv_)[static_cast<size_t>(group)].cache;
+  }
   int threads() const { return pool_->threads(); }
   const std::shared_ptr<Pool>& pool() const { return pool_; }
   // The memory of the buffers, and the rows that a buffer has room for. The memory is
@@ -260,7 +266,7 @@ class Plan {
 
   const Kernels* kernels_;
   std::shared_ptr<Pool> pool_;
-  std::vector<KvGroup> kv_;
+  std::shared_ptr<std::vector<KvGroup>> kv_;
   std::vector<Arena> arenas_;
   size_t arena_used_ = 0, weight_bytes_ = 0;
   int keep(Weight w);

@@ -7,7 +7,7 @@ are adjacent: known tokens first, then drafts, parents before children. Shapes: 
 B sequences, R rows with logits, P pooled rows.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +78,53 @@ class RaggedBatch(NamedTuple):
         if self.pooled_rows is None:
             return self.logit_rows
         return np.concatenate([self.logit_rows, self.pooled_rows])
+
+
+class BatchPart(NamedTuple):
+    """Some sequences of a batch, and the places of their gathered rows in the whole."""
+
+    batch: RaggedBatch
+    logit_rows: Ints  # indices among the whole's logit rows
+    pooled_rows: Ints  # indices among the whole's pooled rows
+
+
+def part_of(batch: RaggedBatch, sequences: list[int]) -> BatchPart:
+    """The part of a batch with these sequences, ascending."""
+    chosen = np.array(sequences)
+    lengths = np.diff(batch.row_start)
+    seq_of_row = np.repeat(np.arange(len(lengths)), lengths)
+    rows = np.flatnonzero(np.isin(seq_of_row, chosen))
+    new_row = np.full(len(batch.tokens), -1, np.int32)
+    new_row[rows] = np.arange(len(rows))
+
+    def kept(gathered: Ints) -> Ints:
+        return np.flatnonzero(new_row[gathered] >= 0).astype(np.int32)
+
+    def of_rows(array: Any) -> Any:
+        return None if array is None else np.ascontiguousarray(array[rows])
+
+    logit_rows = kept(batch.logit_rows)
+    pooled = batch.pooled_rows
+    pooled_rows = ints([]) if pooled is None else kept(pooled)
+    part = RaggedBatch(
+        tokens=batch.tokens[rows],
+        positions=batch.positions[rows],
+        row_start=np.concatenate([[0], np.cumsum(lengths[chosen])]).astype(np.int32),
+        context_len=batch.context_len[chosen],
+        scheduled_len=batch.scheduled_len[chosen],
+        kv=tuple(
+            KvRows(group.slots[rows], np.ascontiguousarray(group.block_table[chosen]))
+            for group in batch.kv
+        ),
+        ancestors=of_rows(batch.ancestors),
+        logit_rows=new_row[batch.logit_rows[logit_rows]],
+        seq_of=np.searchsorted(chosen, batch.seq_of[logit_rows]).astype(np.int32),
+        token_source=of_rows(batch.token_source),
+        inputs=of_rows(batch.inputs),
+        adapters=None if batch.adapters is None else batch.adapters[chosen],
+        pooled_rows=None if pooled is None else new_row[pooled[pooled_rows]],
+    )
+    return BatchPart(part, logit_rows, pooled_rows)
 
 
 class StepTimes(NamedTuple):

@@ -97,10 +97,10 @@ class BaseLLM:
         return self._spec
 
     def load_adapter(self, name: str, adapter: str | PathLike[str]) -> None:
-        """Load a LoRA adapter, a folder in PEFT's format or `hf:ORG/NAME`, under a name.
+        """Load an adapter under a name: a folder of PEFT or mlx-lm, a GGUF file, or `hf:ORG/NAME`.
 
         Requests name it in their `adapter` option. The base weights may be in any
-        format; the adapter is kept in bf16. Raises RequestError if the name is taken,
+        format; matrices of the adapter are kept in bf16. Raises RequestError if the name is taken,
         and ModelError if the adapter is missing, malformed, made for another model, or
         of an unknown kind.
         """

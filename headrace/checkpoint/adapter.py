@@ -1,192 +1,260 @@
-"""LoRA adapters in PEFT's format: `lora_A` [rank, columns] and `lora_B` [rows, rank] per module."""
+"""Adapters of any maker, as changes of a model's weights.
 
-import re
+Readers: `adapter_peft.py`, `adapter_mlx.py`, `adapter_gguf.py`.
+"""
+
+import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.checkpoint.files import find, member, read_json
-from headrace.checkpoint.safetensors import read_safetensors
+from headrace.checkpoint import adapter_mlx, adapter_peft
+from headrace.checkpoint.adapter_gguf import read_gguf_adapter
+from headrace.checkpoint.adapter_parts import AdapterParts, Floats, plain_name
+from headrace.checkpoint.assemble import Located, assemble_one, locate_tensors, shapes_in_file
+from headrace.checkpoint.files import find, list_names, member, read_json
 from headrace.errors import FormatError, ModelNotFoundError, UnsupportedModelError
-from headrace.model import FAMILIES, linear_weights, tensor_shapes
+from headrace.model import FAMILIES, linear_weights
 from headrace.model.family import Layout
 from headrace.model.fields import JsonFields
 from headrace.model.spec import ModelSpec
-from headrace.program.adapter import Adapter, LowRank
+from headrace.program.adapter import Adapter, LowRank, OwnWeight, TokenRows
 from headrace.quant.formats import StoredTensor
 
-_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
-_MAX_RANK = 1024
-_Floats = NDArray[np.float32]
-_Matrices = tuple[_Floats, _Floats]
-_INITS = (True, False, "gaussian", "eva", "orthogonal")
-"""Initialisations that keep the model's weights."""
-_HARMLESS = {
-    "peft_type",
-    "peft_version",
-    "task_type",
-    "auto_mapping",
-    "base_model_name_or_path",
-    "revision",
-    "inference_mode",
-    "runtime_config",
-    "r",
-    "rank_pattern",
-    "lora_alpha",
-    "alpha_pattern",
-    "use_rslora",
-    "lora_dropout",
-    "init_lora_weights",
-    "fan_in_fan_out",
-    "target_modules",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
-    "megatron_core",
-    "megatron_config",
-    "loftq_config",
-    "eva_config",
-    "corda_config",
-    "lora_ga_config",
-    "qalora_group_size",
-    "ensure_weight_tying",
-}
+_EMBED, _HEAD = "embed", "head"
 
 
 def read_adapter(path: Path, spec: ModelSpec) -> Adapter:
-    """Read an adapter for a model of this specification.
+    """Read an adapter for a model of this specification: a folder of PEFT or mlx-lm, or a GGUF
+    file.
 
-    Raises ModelNotFoundError, FormatError, or UnsupportedModelError for other than low-rank
-    matrices of linear layers.
+    Raises ModelNotFoundError, FormatError, or UnsupportedModelError for a field or tensor that
+    changes the model in an unknown way.
     """
-    if not find(path, _CONFIG):
-        raise ModelNotFoundError(f"{path}: no {_CONFIG}; name the folder that PEFT saved")
-    config = JsonFields(read_json(member(path, _CONFIG)), _CONFIG)
-    _check(config)
-    if not find(path, _TENSORS):
-        raise ModelNotFoundError(f"{path}: no {_TENSORS}")
-    modules = _modules(read_safetensors(member(path, _TENSORS)))
     family = FAMILIES[spec.architecture]
+    if not os.path.isdir(path):
+        if family.gguf is None:
+            raise _without_names(path, spec, "GGUF's")
+        parts = read_gguf_adapter(path, family.gguf.architectures)
+        return _Placement(parts, family.gguf, spec, is_gguf=True).adapter()
+
+    if not find(path, adapter_peft.CONFIG):
+        files = [name for name in list_names(path) if name.endswith(".gguf")]
+        hint = f", or a GGUF file, for example {files[0]}" if files else ""
+        raise ModelNotFoundError(
+            f"{path}: no {adapter_peft.CONFIG}; name the folder that PEFT or mlx-lm saved{hint}"
+        )
     if family.config is None:
-        raise UnsupportedModelError(
-            f"{_TENSORS}: PEFT's names of the modules of a {spec.architecture} model are unknown"
-        )
-    scales = {module: _scale(config, module, len(down)) for module, (down, _) in modules.items()}
-    return _placed(modules, scales, family.config, spec)
+        raise _without_names(path, spec, "PEFT's")
+    config = JsonFields(read_json(member(path, adapter_peft.CONFIG)), adapter_peft.CONFIG)
+    layout = family.config
+    if adapter_mlx.is_mlx(config):
+        embedding = plain_name(layout.tensors[_EMBED].name.removesuffix(".weight"))
+        parts = adapter_mlx.read_mlx(path, config, frozenset([embedding]))
+        return _Placement(parts, layout, spec).adapter()
+    parts = adapter_peft.read_peft(path, config)
+    indices = {module: adapter_peft.token_indices(config, module) for module in parts.token_rows}
+    return _Placement(parts, layout, spec, token_indices=indices).adapter()
 
 
-def _check(config: JsonFields) -> None:
-    if config.get("peft_type") != "LORA":
-        raise config.unsupported("peft_type", "; LORA is")
-    if config.get("init_lora_weights", True) not in _INITS:
-        raise config.unsupported(
-            "init_lora_weights",
-            ": it changes the model's own weights; convert the adapter to a plain LoRA with PEFT",
-        )
-    for key in config:
-        if key not in _HARMLESS and config.get(key) not in (None, False, "none", [], {}):
-            raise config.unsupported(key)
-
-
-def _modules(tensors: Mapping[str, StoredTensor]) -> dict[str, _Matrices]:
-    halves: dict[str, dict[str, _Floats]] = {}
-    for name, tensor in tensors.items():
-        if not (match := _NAME.fullmatch(name)):
-            raise UnsupportedModelError(
-                f"{_TENSORS}: tensor {name[:200]} is not a LoRA matrix of a linear layer"
-            )
-        if len(tensor.shape) != 2 or tensor.format.name not in ("F32", "F16", "BF16"):
-            raise FormatError(
-                f"{_TENSORS}: tensor {name[:200]} is {tensor.format.name} "
-                f"{list(tensor.shape)}, not a matrix of floats"
-            )
-        halves.setdefault(match["module"], {})[match["half"]] = tensor.dequantise()
-    if not halves:
-        raise FormatError(f"{_TENSORS}: no tensors")
-    for module, both in halves.items():
-        if (
-            len(both) != 2
-            or both["A"].shape[0] != both["B"].shape[1]
-            or both["A"].shape[0] > _MAX_RANK
-        ):
-            shapes = ", ".join(
-                f"lora_{half} {list(matrix.shape)}" for half, matrix in sorted(both.items())
-            )
-            raise FormatError(
-                f"{_TENSORS}: {module[:200]} has {shapes}; expected both matrices with one rank "
-                f"of up to {_MAX_RANK:,}"
-            )
-    return {module: (both["A"], both["B"]) for module, both in halves.items()}
-
-
-def _scale(config: JsonFields, module: str, rank: int) -> float:
-    alpha, patterns = config.number("lora_alpha", 8.0), config.section("alpha_pattern")
-    for pattern in patterns:
-        if re.search(r"[^\w.-]", pattern):
-            raise UnsupportedModelError(
-                f"{_CONFIG}: alpha_pattern {pattern[:80]!r} is a regular expression; "
-                "list the modules by name"
-            )
-        if f".{module}".endswith(f".{pattern}"):
-            alpha = patterns.number(pattern)
-            break
-    return alpha / (rank**0.5 if config.flag("use_rslora", False) else rank)
-
-
-def _placed(
-    modules: Mapping[str, _Matrices], scales: Mapping[str, float], layout: Layout, spec: ModelSpec
-) -> dict[str, LowRank]:
-    linear = linear_weights(spec)
-    layout, shapes = (
-        layout.for_names({f"{module}.weight" for module in modules}),
-        tensor_shapes(spec),
+def _without_names(path: Path, spec: ModelSpec, maker: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{path.name}: {maker} names of the modules of a {spec.architecture} model are unknown"
     )
-    places = {name: layout.source_of(name) for name, shape in shapes.items() if len(shape) == 2}
-    if spec.tied_embeddings:
-        # An adapter of a tied head applies to the logits, not to the embedding.
-        places["embed"] = layout.tensors["head"], ()
 
-    adapter: dict[str, LowRank] = {}
-    rows = Counter[str]()
-    for name, (place, numbers) in places.items():
-        module = place.name.removesuffix(".weight")
-        if module not in modules:
-            continue
-        if name not in linear:
+
+class _Placement:
+    """Finds the model's weights that the modules of a file are."""
+
+    def __init__(
+        self,
+        parts: AdapterParts,
+        layout: Layout,
+        spec: ModelSpec,
+        is_gguf: bool = False,
+        token_indices: Mapping[str, list[int]] | None = None,
+    ) -> None:
+        self._parts = parts
+        self._spec = spec
+        self._token_indices = token_indices or {}
+        self._plain_name: Callable[[str], str] = str if is_gguf else plain_name
+        self._linear = linear_weights(spec)
+        self._places = _places(layout.for_names(self._names()), spec, self._linear)
+        self._stored_shapes = shapes_in_file(spec, self._places)
+        self._rows = Counter[str]()
+        for shape, place, _ in self._places.values():
+            self._rows[place.name] += shape[0]
+        self._used = set[tuple[str, str]]()
+
+    def _names(self) -> set[str]:
+        """Names of the file's tensors, with each wrapper that a layout may have."""
+        names = {f"{module}.weight" for module in self._parts.modules} | self._parts.weights.keys()
+        return {wrapper + name for wrapper in ("", "model.", "transformer.") for name in names}
+
+    def adapter(self) -> Adapter:
+        changes = {name: self._change(name, place) for name, place in self._places.items()}
+        adapter = {name: change for name, change in changes.items() if change is not None}
+        self._check_all_used()
+        return self._tied(adapter) if self._spec.tied_embeddings else adapter
+
+    def _tied(self, adapter: dict[str, LowRank | OwnWeight]) -> Adapter:
+        embed, head = adapter.get(_EMBED), adapter.pop(_HEAD, None)
+        if not isinstance(embed, OwnWeight):
+            return adapter if head is None else {**adapter, _low_rank_head(head): head}
+        if isinstance(head, LowRank):
+            head = OwnWeight(rows=embed.rows, delta=head)
+        elif head is None and self._parts.ties_head:
+            head = embed
+        elif head is None and (embed.rows is not None or embed.values is not None):
+            head = OwnWeight(values=self._shared_values(), rows=embed.rows)
+            if head.values is None and head.rows is None:
+                head = None
+        return adapter if head is None else {**adapter, _HEAD: head}
+
+    def _shared_values(self) -> StoredTensor | None:
+        """The embedding's whole weight, if the file says that it is the model's own."""
+        shape, place, numbers = self._places[_EMBED]
+        name = self._plain_name(place.name)
+        return self._whole(_EMBED, (shape, place, numbers)) if name in self._parts.shared else None
+
+    def _change(self, name: str, located: Located) -> LowRank | OwnWeight | None:
+        shape, place, _ = located
+        module = self._plain_name(place.name.removesuffix(".weight").removesuffix(".bias"))
+        values = self._whole(name, located)
+        if len(shape) == 1:
+            added = None
+            if place.name.endswith(".bias"):
+                added = self._vector("lora_B.bias", self._parts.added_biases, module, located)
+            if values is None and added is None:
+                return None
+            return OwnWeight(values=values, added=added)
+
+        delta = self._delta(name, module, located)
+        norms = self._vector("the magnitudes", self._parts.row_norms, module, located)
+        own = OwnWeight(values=values, delta=delta, row_norms=norms)
+        if name == _EMBED:
+            own = self._embedding(own, module, shape)
+        if any(
+            part is not None for part in (own.values, own.rows, own.row_norms, own.col_norms)
+        ) or (name == _EMBED and own.delta):
+            return own
+        return own.delta
+
+    def _whole(self, name: str, located: Located) -> StoredTensor | None:
+        shape, place, _ = located
+        plain, where = self._plain_name(place.name), self._parts.where
+        tensor = self._parts.weights.get(plain)
+        if tensor is None:
+            return None
+        self._used.add(("weight", plain))
+        if name in (_EMBED, _HEAD) and tensor.shape[:1] != shape[:1]:
             raise UnsupportedModelError(
-                f"{_TENSORS}: {module} is not a single linear layer here; only linear layers "
-                "can have an adapter"
+                f"{where}: tensor {tensor.name[:200]} has {tensor.shape[0]:,} rows, but the "
+                f"vocabulary {shape[0]:,}: the adapter was trained with other tokens; merge it "
+                "with its own tools and load the merged model"
             )
-        down, up = modules[module]
-        num_rows, num_cols = shapes[name]
-        if down.shape[1] != num_cols:
-            raise FormatError(
-                f"{_TENSORS}: lora_A of {module} has {down.shape[1]:,} columns, but the "
-                f"model needs {num_cols:,}"
-            )
-        rows[module] += num_rows
-        indices = np.arange(num_rows) if place.rows is None else place.rows(spec, numbers)
-        if indices.max() >= len(up):
-            raise FormatError(
-                f"{_TENSORS}: lora_B of {module} has {len(up):,} rows, but the model needs more"
-            )
-        adapter[name] = LowRank(
-            np.ascontiguousarray(down), np.ascontiguousarray(up[indices]), scales[module]
+        stored = {place.name: tensor}
+        return assemble_one(
+            name, located, self._stored_shapes[place.name], stored, self._spec, where
         )
 
-    for module, (_, up) in modules.items():
-        if module not in rows:
+    def _delta(self, name: str, module: str, located: Located) -> LowRank | None:
+        matrices = self._matrices("low-rank", self._parts.low_rank, module)
+        if matrices is None:
+            return None
+        if name not in self._linear and name != _HEAD:
             raise UnsupportedModelError(
-                f"{_TENSORS}: {module} is not a module of a {spec.architecture} model with "
-                f"{spec.num_layers} layers"
+                f"{self._parts.where}: {module} is not a single linear layer here; only linear "
+                "layers can have an adapter"
             )
-        if rows[module] != len(up):
+        down, up, scale = matrices
+        rows = self._rows_in_file(located, len(up), f"lora_B of {module}")
+        self._check_size(down.shape[1], located[0][1], f"lora_A of {module}", "columns")
+        return LowRank(np.ascontiguousarray(down), np.ascontiguousarray(up[rows]), scale)
+
+    def _embedding(self, own: OwnWeight, module: str, shape: tuple[int, ...]) -> OwnWeight:
+        parts, (num_tokens, num_cols) = self._parts, shape
+        norms = parts.col_norms.get(module)
+        if norms is not None:
+            self._check_size(len(norms), num_cols, f"the magnitudes of {module}", "numbers")
+        if (delta := self._matrices("embedding", parts.embeddings, module)) is not None:
+            self._check_size(len(delta.up), num_tokens, f"the matrices of {module}", "tokens")
+            self._check_size(delta.down.shape[1], num_cols, f"the matrices of {module}", "columns")
+        rows = None
+        if (values := parts.token_rows.get(module)) is not None:
+            self._used.add(("tokens", module))
+            indices = self._token_indices[module]
+            self._check_size(values.shape[1], num_cols, f"the tokens of {module}", "columns")
+            if len(indices) != len(values) or max(indices, default=0) >= num_tokens:
+                raise FormatError(
+                    f"{parts.where}: {module} has {len(values):,} rows for {len(indices):,} tokens "
+                    f"up to {max(indices, default=0):,}, and the model has {num_tokens:,} tokens"
+                )
+            rows = TokenRows(np.array(indices, np.int64), values)
+        return replace(own, rows=rows, delta=delta or own.delta, col_norms=norms)
+
+    def _matrices(self, kind: str, all: Mapping[str, LowRank], module: str) -> LowRank | None:
+        if module in all:
+            self._used.add((kind, module))
+        return all.get(module)
+
+    def _vector(
+        self, what: str, all: Mapping[str, Floats], module: str, located: Located
+    ) -> Floats | None:
+        vector = all.get(module)
+        if vector is None:
+            return None
+        self._used.add((what, module))
+        return vector[self._rows_in_file(located, len(vector), f"{what} of {module}")]
+
+    def _rows_in_file(self, located: Located, num_rows: int, what: str) -> NDArray[np.int64]:
+        """The file's row of each of our rows. Raises FormatError for another number of rows."""
+        shape, place, numbers = located
+        self._check_size(num_rows, self._rows[place.name], what, "rows")
+        return np.arange(shape[0]) if place.rows is None else place.rows(self._spec, numbers)
+
+    def _check_size(self, size: int, needed: int, what: str, unit: str) -> None:
+        if size != needed:
             raise FormatError(
-                f"{_TENSORS}: lora_B of {module} has {len(up):,} rows, but the model "
-                f"needs {rows[module]:,}"
+                f"{self._parts.where}: {what} has {size:,} {unit}, but the model needs {needed:,}"
             )
-    return adapter
+
+    def _check_all_used(self) -> None:
+        parts = self._parts
+        given: dict[str, Collection[str]] = {
+            "low-rank": parts.low_rank,
+            "embedding": parts.embeddings,
+            "the magnitudes": parts.row_norms,
+            "lora_B.bias": parts.added_biases,
+            "tokens": parts.token_rows,
+            "weight": parts.weights,
+        }
+        for kind, modules in given.items():
+            for module in modules:
+                if (kind, module) not in self._used:
+                    raise UnsupportedModelError(
+                        f"{parts.where}: {module[:200]} ({kind}) is not a module of a "
+                        f"{self._spec.architecture} model with {self._spec.num_layers} layers"
+                    )
+
+
+def _low_rank_head(head: LowRank | OwnWeight) -> str:
+    """The name of a tied head in an adapter."""
+    return _EMBED if isinstance(head, LowRank) else _HEAD
+
+
+def _places(layout: Layout, spec: ModelSpec, linear: set[str]) -> dict[str, Located]:
+    places = locate_tensors(spec, layout)
+    if spec.tied_embeddings:
+        # A tied head is a module of its own for an adapter.
+        places[_HEAD] = places[_EMBED][0], layout.tensors[_HEAD], ()
+    for name in linear:
+        # An adapter may add a bias that the model does not have.
+        bias = f"{name}_bias"
+        if bias not in places and layout.has(bias):
+            places[bias] = places[name][0][:1], *layout.source_of(bias)
+    return places

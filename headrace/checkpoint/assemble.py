@@ -44,6 +44,25 @@ def stored_shapes(spec: ModelSpec, layout: Layout) -> dict[str, tuple[int, ...]]
     return _shapes(spec, locate_tensors(spec, layout))
 
 
+def shapes_in_file(spec: ModelSpec, places: Mapping[str, Located]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the file's tensors at these places."""
+    return _shapes(spec, places)
+
+
+def assemble_one(
+    name: str,
+    located: Located,
+    needed: tuple[int, ...],
+    stored: Mapping[str, StoredTensor],
+    spec: ModelSpec,
+    where: str,
+) -> StoredTensor:
+    """Our tensor `name` from a file's tensor of shape `needed`. Raises as `assemble`."""
+    shape, place, numbers = located
+    tensor = _checked(stored, place, needed, where)
+    return _model_tensor(name, shape, tensor, place, numbers, spec)
+
+
 def locate_tensors(spec: ModelSpec, layout: Layout) -> dict[str, Located]:
     return {name: (shape, *layout.source_of(name)) for name, shape in tensor_shapes(spec).items()}
 

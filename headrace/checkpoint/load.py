@@ -7,6 +7,7 @@ from dataclasses import astuple, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.checkpoint.adapter_gguf import is_adapter
 from headrace.checkpoint.advised_sampling import advised_sampling
 from headrace.checkpoint.architecture import layout_of
 from headrace.checkpoint.assemble import assemble
@@ -91,6 +92,11 @@ def _open_gguf(path: Path, is_absorbed: bool) -> Checkpoint:
             "config.json too"
         )
     file = read_gguf_model(path)
+    if is_adapter(file.metadata):
+        raise UnsupportedModelError(
+            f"{path.name}: the file is a LoRA adapter; name its model, and the adapter with --lora "
+            f"NAME={path.name}"
+        )
     layout = layout_of(
         file.metadata.string("general.architecture"),
         (family.gguf for family in FAMILIES.values()),
@@ -107,7 +113,7 @@ def _open_gguf(path: Path, is_absorbed: bool) -> Checkpoint:
         path=file.path,
         spec=replace(spec, name=file.metadata.string("general.name", path.stem)),
         tensors=tensors,
-        stored=file.tensors,
+        stored=stored,
         chat_template=template,
         tokenizer_source=file.metadata,
         tool_template=tool_template,
@@ -116,6 +122,11 @@ def _open_gguf(path: Path, is_absorbed: bool) -> Checkpoint:
 
 def _open_folder(path: Path, is_absorbed: bool) -> Checkpoint:
     if not find(path, "config.json"):
+        if find(path, "adapter_config.json"):
+            raise ModelNotFoundError(
+                f"{path}: no config.json; the folder is a LoRA adapter: name its model, and the "
+                f"adapter with --lora NAME={path.name}"
+            )
         raise ModelNotFoundError(f"{path}: no config.json, and no GGUF file")
     folder = open_folder(path)
     checked_spec(folder.spec, path.name)

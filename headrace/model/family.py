@@ -59,6 +59,10 @@ class Layout:
                 tensors |= sources
         return replace(self, tensors=tensors, alternatives=())
 
+    def has(self, name: str) -> bool:
+        """Whether files may have our tensor `name`."""
+        return _INDEX.sub("{}", name) in self.tensors
+
     def source_of(self, name: str) -> tuple[TensorSource, Indices]:
         """The source of our tensor `name`, with its full name and indices."""
         indices = tuple(int(index) for index in _INDEX.findall(name))

@@ -7,7 +7,7 @@ array   numbers in row order
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from headrace.batch import KvRows, RaggedBatch
 from headrace.errors import FormatError
-from headrace.program.adapter import Adapter, LowRank
+from headrace.program.adapter import LowRank
 
 Array = NDArray[Any]
 HEADER = struct.Struct("<4i")
@@ -118,7 +118,7 @@ def batch_from_arrays(arrays: Sequence[Array | None]) -> RaggedBatch:
     return RaggedBatch(**fields, kv=tuple(groups))
 
 
-def adapter_to_arrays(adapter: Adapter) -> list[Array | None]:
+def adapter_to_arrays(adapter: Mapping[str, LowRank]) -> list[Array | None]:
     arrays: list[Array | None] = []
     for name, (down, up, scale) in adapter.items():
         arrays += [np.frombuffer(name.encode(), np.uint8), down, up]

@@ -15,7 +15,7 @@ from headrace.parallel.commands import Command, CommandKind, adapter_to_arrays, 
 from headrace.parallel.rank import Rank
 from headrace.parallel.transport import GlooTransport
 from headrace.parallel.workers import Workers
-from headrace.program.adapter import Adapter
+from headrace.program.adapter import Adapter, only_low_rank
 from headrace.program.kv import KvGroup
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
@@ -154,8 +154,10 @@ class ParallelExecutable:
         return self._local.expert_loads()
 
     def add_adapter(self, adapter: Adapter) -> int:
-        number = self._rank.add_adapter(adapter)
-        arrays = adapter_to_arrays(adapter)
+        """Raises UnsupportedModelError for an adapter with weights of its own."""
+        low_rank = only_low_rank(adapter, "several ranks")
+        number = self._rank.add_adapter(low_rank)
+        arrays = adapter_to_arrays(low_rank)
         self._workers.send_and_keep(Command(CommandKind.ADD_ADAPTER, number, arrays))
         return number
 

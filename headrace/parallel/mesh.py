@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from headrace.errors import UnsupportedModelError
 from headrace.parallel.pipeline import cut
 from headrace.parallel.tensor import TensorParallel, slice_tensor
-from headrace.program.adapter import Adapter, LowRank
+from headrace.program.adapter import LowRank
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
@@ -82,7 +82,7 @@ def weights_of(program: Program, tensors: Mapping[str, StoredTensor]) -> dict[st
     return {name: slice_tensor(tensors, weight) for name, weight in program.weights.items()}
 
 
-def adapter_share(program: Program, adapter: Adapter) -> dict[str, LowRank]:
+def adapter_share(program: Program, adapter: Mapping[str, LowRank]) -> dict[str, LowRank]:
     share = {}
     for name in program.weights:
         full_name, bracket, rows = name.partition("[")

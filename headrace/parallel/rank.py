@@ -12,7 +12,7 @@ from headrace.batch import RaggedBatch
 from headrace.config import Activations, KvConfig
 from headrace.parallel.collectives import Collectives
 from headrace.parallel.mesh import Mesh, adapter_share, weights_of
-from headrace.program.adapter import Adapter
+from headrace.program.adapter import LowRank
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
@@ -94,7 +94,7 @@ class Rank:
         self.executables.append(attached)
         return attached
 
-    def add_adapter(self, adapter: Adapter) -> int:
+    def add_adapter(self, adapter: Mapping[str, LowRank]) -> int:
         """Return a number that is equal on all ranks."""
         executable = self.executables[0]
         return executable.add_adapter(adapter_share(executable.program, adapter))

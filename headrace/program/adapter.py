@@ -1,39 +1,205 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021)."""
+"""Adapters: low-rank matrices (LoRA, Hu et al. 2021), and weights of their own."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.program.trace import Program
+from headrace.errors import UnsupportedModelError
+from headrace.program.op import Op, Weight
+from headrace.program.ops import Embed, Linear
+from headrace.program.trace import Program, Tracer
+from headrace.quant.formats import FORMATS, StoredTensor
+from headrace.quant.spec import encode_numbers
+from headrace.record import frozen
 
 _BF16_BYTES = 2
+_CHUNK_NUMBERS = 1 << 24
+_HEAD = "head"
+
+
+Floats = NDArray[np.float32]
 
 
 class LowRank(NamedTuple):
     """Adds scale * x @ down.T @ up.T to the product x @ weight.T of a weight [rows, cols]."""
 
-    down: NDArray[np.float32]  # [rank, cols]
-    up: NDArray[np.float32]  # [rows, rank]
+    down: Floats  # [rank, cols]
+    up: Floats  # [rows, rank]
     scale: float
 
 
-Adapter = Mapping[str, LowRank]
-"""Low-rank matrices by the name of the adapted weight."""
+class TokenRows(NamedTuple):
+    """Rows of an embedding, in place of the model's."""
+
+    indices: NDArray[np.int64]  # [tokens]
+    values: Floats  # [tokens, cols]
+
+
+@frozen(eq=False)
+class OwnWeight:
+    """A weight of the adapter's own, made from the model's weight in the order of these fields."""
+
+    values: StoredTensor | None = None
+    """In place of the model's weight."""
+    rows: TokenRows | None = None
+    delta: LowRank | None = None
+    """scale * up @ down is added."""
+    added: Floats | None = None  # [size] of a vector
+    row_norms: Floats | None = None  # [rows]
+    """The length of each row (DoRA, Liu et al. 2024)."""
+    col_norms: Floats | None = None  # [cols]
+    """The length of each column, of an embedding (DoRA)."""
+
+    def keeps(self, base: StoredTensor | None) -> bool:
+        """Whether the weight is the model's own. PEFT saves unchanged embeddings."""
+        if not self._is_whole or self.values is None or base is None:
+            return False
+        parts = (base.format.name, base.shape, self.values.format.name, self.values.shape)
+        return parts[:2] == parts[2:] and np.array_equal(
+            base.dequantise(), self.values.dequantise()
+        )
+
+    @property
+    def _is_whole(self) -> bool:
+        changes = (self.rows, self.delta, self.added, self.row_norms, self.col_norms)
+        return not any(part is not None for part in changes)
+
+    def make(self, name: str, base: StoredTensor | None) -> StoredTensor:
+        """The weight; float32 if the model's weight is, else bf16. `base` None: zeros."""
+        tensor = self.values or base
+        if tensor is not None and self._is_whole:
+            return replace(tensor, name=name)
+        if self.added is not None:
+            values = 0 if tensor is None else tensor.dequantise().reshape(-1)
+            return StoredTensor.from_floats(name, values + self.added)
+        assert tensor is not None, f"{name} has no base"
+        whole = np.concatenate(
+            [self._changed(tensor, rows) for rows in _row_ranges(tensor.rows, tensor.cols)]
+        )
+        if self.col_norms is not None:
+            whole *= self.col_norms / _lengths(whole, axis=0)
+        if tensor.format.name == "F32":
+            return StoredTensor.from_floats(name, whole)
+        words = encode_numbers(whole, "bf16").reshape(-1).view(np.uint8)
+        return StoredTensor.from_bytes(name, FORMATS["BF16"], whole.shape, words)
+
+    def _changed(self, tensor: StoredTensor, rows: NDArray[np.int64]) -> Floats:
+        values = tensor.dequantise_rows(rows).reshape(len(rows), -1)
+        if self.rows is not None:
+            first, last = int(rows[0]), int(rows[-1])
+            here = (self.rows.indices >= first) & (self.rows.indices <= last)
+            values[self.rows.indices[here] - first] = self.rows.values[here]
+        if self.delta is not None:
+            down, up, scale = self.delta
+            values = values + np.float32(scale) * (up[rows] @ down)
+        if self.row_norms is not None:
+            values = values * (self.row_norms[rows] / _lengths(values, axis=1))[:, None]
+        return values
+
+
+Adapter = Mapping[str, LowRank | OwnWeight]
+"""Changes by the name of the weight.
+
+If the head is tied to the embedding, low-rank matrices of `embed` change the head. A weight
+`embed` of the adapter's own changes the embedding alone, and `head` the head.
+"""
+
+
+def low_rank_part(adapter: Adapter) -> dict[str, LowRank]:
+    return {name: change for name, change in adapter.items() if isinstance(change, LowRank)}
+
+
+def only_low_rank(adapter: Adapter, backend: str) -> dict[str, LowRank]:
+    """The adapter. Raises UnsupportedModelError for weights of its own."""
+    low_rank = low_rank_part(adapter)
+    if len(low_rank) < len(adapter):
+        raise UnsupportedModelError(
+            "the adapter has weights of its own (whole modules, embeddings, biases or DoRA), which "
+            f"{backend} do not support; merge it into the model with `headrace convert MODEL OUT "
+            "--merge-adapter PATH`"
+        )
+    return low_rank
+
+
+def own_weights(
+    program: Program, adapter: Adapter, tensors: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """The adapter's own weights, made from the model's `tensors`."""
+    tied = _tied_head(program)
+    made = {}
+    for name, change in adapter.items():
+        if isinstance(change, OwnWeight):
+            base = tensors.get(tied.weight.name if tied and name == _HEAD else name)
+            if not change.keeps(base):
+                made[name] = change.make(name, base)
+    return made
+
+
+def with_own_weights(program: Program, own: Mapping[str, StoredTensor]) -> Program:
+    """The program with the adapter's own weights, under the names of `own_name`.
+
+    `program` is traced, not fused. Biases that the model does not have are added to their linear
+    ops. Raises FormatError for other shapes than the program's.
+    """
+    named = {own_name(name): tensor for name, tensor in own.items()}
+    tracer, tied = Tracer(named), _tied_head(program)
+
+    def weight(old: Weight, name: str) -> Weight:
+        return tracer.weight(own_name(name), old.rows, old.cols) if name in own else old
+
+    def changed(op: Op) -> Op:
+        if op == tied:
+            return replace(tied, weight=weight(tied.weight, _HEAD))
+        op = op.with_weights({old.name: weight(old, old.name) for old in op.weights()})
+        if isinstance(op, Linear) and op.bias is None:
+            bias = f"{op.weight.name.removesuffix(_OWN)}_bias"
+            if bias in own:
+                return replace(op, bias=tracer.vector(own_name(bias), op.weight.rows))
+        return op
+
+    return replace(program, ops=tuple(map(changed, program.ops)))
+
+
+_OWN = " of the adapter"
+
+
+def own_name(name: str) -> str:
+    return name + _OWN
 
 
 def adapted(program: Program, adapter: Adapter) -> Program:
     """The program whose rows all use the adapter, with its bytes in bf16."""
-    adapted_weights = {
-        name: replace(
-            program.weights[name], nbytes=program.weights[name].nbytes + _num_bytes(matrices)
-        )
-        for name, matrices in adapter.items()
-    }
-    return program.with_weights(program.weights | adapted_weights)
+    weights = program.weights
+    for name, change in adapter.items():
+        weight = weights.get(name)
+        if weight is None:
+            continue
+        if isinstance(change, LowRank):
+            nbytes = weight.nbytes + _BF16_BYTES * (change.down.size + change.up.size)
+        else:
+            nbytes = _BF16_BYTES * weight.rows * weight.cols
+        weights[name] = replace(weight, nbytes=nbytes)
+    return program.with_weights(weights)
 
 
-def _num_bytes(matrices: LowRank) -> int:
-    return _BF16_BYTES * (matrices.down.size + matrices.up.size)
+def _tied_head(program: Program) -> Linear | None:
+    """The linear op of the head, if an embedding uses its weight too."""
+    embeddings = {op.weight.name for op in program.ops if isinstance(op, Embed)}
+    if program.logits is None:
+        return None
+    head = program.head()
+    return head if head.weight.name in embeddings else None
+
+
+def _lengths(values: Floats, axis: int) -> Floats:
+    lengths: Floats = np.sqrt(np.square(values).sum(axis=axis, dtype=np.float32))
+    return lengths
+
+
+def _row_ranges(rows: int, cols: int) -> Iterator[NDArray[np.int64]]:
+    step = max(1, _CHUNK_NUMBERS // cols)
+    for first in range(0, rows, step):
+        yield np.arange(first, min(first + step, rows))

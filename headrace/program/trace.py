@@ -48,12 +48,12 @@ class Program:
 
     def with_hidden(self) -> "Program":
         """Add the rows before the head to the results, before fusing packs them."""
-        head = self._head()
+        head = self.head()
         assert not head.x.packed, "hidden rows of a fused program are packed; add them before"
         return replace(self, hidden=head.x)
 
     def with_pooled(self) -> "Program":
-        rows = self._head().x
+        rows = self.head().x
         last_norm = next(op for op in self.ops if op.output() == rows)
         assert isinstance(last_norm, Norm) and last_norm.x.rows == "gathered", (
             "pooled rows come from the last norm of a model"
@@ -74,7 +74,7 @@ class Program:
 
         return replace(self, ops=tuple(map(limited, self.ops)))
 
-    def _head(self) -> Linear:
+    def head(self) -> Linear:
         assert self.logits, "a stage without logits has no head"
         writer = {out.id: op for op in self.ops if (out := op.output())}
         head = writer[self.logits.id]

@@ -2,6 +2,8 @@
 run.
 """
 
+import gc
+import weakref
 from functools import cache
 from typing import Any
 
@@ -15,7 +17,8 @@ from headrace.engine.engine import Engine
 from headrace.errors import RequestError
 from headrace.model import linear_weights, tensor_shapes
 from headrace.outputs import RequestOutput
-from headrace.program.adapter import Adapter, LowRank
+from headrace.program.adapter import Adapter, LowRank, OwnWeight, TokenRows
+from headrace.quant.formats import StoredTensor
 from headrace.request import RequestOptions
 from headrace.sampling_params import SamplingParams
 from tests.draft_engines import draft_engine
@@ -29,7 +32,7 @@ RANKS = (1, 2, 3, 8, 16, 17, 40, 64)
 @cache
 def adapter(which: int, number: int) -> Adapter:
     """Matrices of a different rank for each adapter, for some linear weights of a model; the first
-    adapter has all of them.
+    adapter has all of them. Every third adapter has weights of its own too.
     """
     spec, _ = model(which)
     shapes, rng = tensor_shapes(spec), np.random.default_rng(number)
@@ -42,11 +45,27 @@ def adapter(which: int, number: int) -> Adapter:
     def matrix(rows: int, cols: int) -> Any:
         return (rng.standard_normal((rows, cols)) * 0.4).astype(np.float32)
 
-    return {
+    low_rank = {
         name: LowRank(
             matrix(RANKS[number], shapes[name][1]), matrix(shapes[name][0], RANKS[number]), 0.5
         )
         for name in names
+    }
+    if number % 3 != 1:
+        return low_rank
+
+    def own(name: str) -> OwnWeight:
+        return OwnWeight(values=StoredTensor.from_floats(name, 2 * matrix(*shapes[name])))
+
+    norms = np.abs(matrix(1, shapes[names[0]][0]))[0]
+    tokens = TokenRows(np.array([3, 7]), matrix(2, spec.dim))
+    return {
+        **low_rank,
+        names[0]: OwnWeight(delta=low_rank[names[0]], row_norms=norms),
+        "embed": OwnWeight(rows=tokens) if number > 1 else own("embed"),
+        "head": OwnWeight(delta=LowRank(matrix(2, spec.dim), matrix(spec.vocab_size, 2), 1.0)),
+        "layers.0.ffn_norm": OwnWeight(added=matrix(1, spec.dim)[0]),
+        "layers.1.o_bias": OwnWeight(added=matrix(1, spec.dim)[0]),
     }
 
 
@@ -196,15 +215,26 @@ def test_the_memory_of_an_unloaded_adapter_is_reused() -> None:
 def test_an_unloaded_adapter_is_removed_with_its_last_request() -> None:
     engine = engine_with(tiny_engine(model(0), "cpu", kv_dtype="f32"), 0)
     plan: Any = engine._loop.executable
-    ids = [engine.add_request([1, 2, 3], options=RequestOptions(adapter="a1")) for _ in range(3)]
+    ids = [engine.add_request([1, 2, 3], options=RequestOptions(adapter="a2")) for _ in range(3)]
     engine.abort(ids[0])
-    assert engine.stats().adapters["a1"] == 2
-    engine.unload_adapter("a1")
+    assert engine.stats().adapters["a2"] == 2
+    engine.unload_adapter("a2")
     engine.abort(ids[1])
-    assert plan.plan.adapter_bytes(1) > 0
+    assert plan.plan.adapter_bytes(2) > 0
     engine.abort(ids[2])
     with pytest.raises(ValueError, match="no such adapter"):
-        plan.plan.adapter_bytes(1)
+        plan.plan.adapter_bytes(2)
+
+
+def test_weights_of_an_unloaded_adapter_are_freed() -> None:
+    engine = engine_with(tiny_engine(model(0), "cpu", kv_dtype="f32"), 0)
+    executable: Any = engine._loop.executable
+    plans = [weakref.ref(variant.executable) for variant in executable._variants.values()]
+    assert len(plans) == 3
+    for number in range(len(RANKS)):
+        engine.unload_adapter(f"a{number}")
+    gc.collect()
+    assert not executable._variants and all(plan() is None for plan in plans)
 
 
 def test_adapter_names_are_checked() -> None:

@@ -56,19 +56,86 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]},
     ),
 }
+LORA = {"target_modules": QKV, "r": 4}
+OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "DoRA": ("llama3-gqa", {"target_modules": ALL, "r": 4, "use_dora": True, "use_rslora": True}),
+    "DoRA of fused matrices": (
+        "phi3",
+        {"target_modules": ["qkv_proj", "gate_up_proj"], "r": 4, "use_dora": True},
+    ),
+    "DoRA, columns first": (
+        "gpt2",
+        {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True, "use_dora": True},
+    ),
+    "DoRA with biases": ("qwen2", {"target_modules": ALL, "r": 4, "use_dora": True}),
+    "a head and an embedding": (
+        "llama3-gqa",
+        LORA | {"modules_to_save": ["lm_head", "embed_tokens"]},
+    ),
+    "norms": ("gemma2", LORA | {"modules_to_save": ["norm", "input_layernorm"]}),
+    "a whole fused matrix": (
+        "phi3",
+        {"target_modules": ["o_proj"], "modules_to_save": ["qkv_proj"]},
+    ),
+    "an embedding apart from a tied head": (
+        "smollm2",
+        LORA | {"modules_to_save": ["embed_tokens"]},
+    ),
+    "a head apart from a tied embedding": ("smollm2", LORA | {"modules_to_save": ["lm_head"]}),
+    "both of a tie": (
+        "smollm2",
+        LORA | {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
+    "embedding matrices": ("llama3-gqa", {"target_modules": ["embed_tokens", "q_proj"], "r": 4}),
+    "embedding matrices and a tied head": (
+        "smollm2",
+        {"target_modules": ["embed_tokens", "q_proj"], "r": 4},
+    ),
+    "embedding matrices of both of a tie": (
+        "smollm2",
+        {"target_modules": ["embed_tokens"], "r": 4, "ensure_weight_tying": True},
+    ),
+    "embedding and a tied head": (
+        "smollm2",
+        {"target_modules": ["embed_tokens", "lm_head"], "r": 4},
+    ),
+    "DoRA of an embedding": (
+        "llama3-gqa",
+        {"target_modules": ["embed_tokens", "q_proj"], "r": 4, "use_dora": True},
+    ),
+    "tokens": ("llama3-gqa", LORA | {"trainable_token_indices": [int(TOKENS[0]), 7]}),
+    "tokens of a tie": (
+        "smollm2",
+        LORA | {"trainable_token_indices": {"embed_tokens": [int(TOKENS[0]), 7]}},
+    ),
+    "all biases": ("qwen2", LORA | {"bias": "all"}),
+    "biases of matrices": ("qwen2", LORA | {"bias": "lora_only"}),
+    "added to biases": ("qwen2", LORA | {"lora_bias": True}),
+    "biases that the model lacks": (
+        "llama3-gqa",
+        {"target_modules": ["q_proj", "o_proj", "down_proj"], "r": 4, "lora_bias": True},
+    ),
+}
+_CHANGED = ("lora_", "modules_to_save", "trainable_tokens_delta")
 
 
 def save_adapter(model: Any, folder: Path, **options: Any) -> Any:
     """Save a random adapter with PEFT; returns the model with it."""
     adapted = peft.get_peft_model(model, peft.LoraConfig(**options)).eval()
     torch.manual_seed(1)
+    trains_biases = options.get("bias", "none") != "none"
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.copy_((0.2 * torch.randn_like(parameter)).bfloat16())  # as `cpu` keeps it
-    adapted.save_pretrained(
-        folder, save_embedding_layers=False
-    )  # a tied head would bring its weights with it
+            noise = (0.2 * torch.randn_like(parameter)).bfloat16()  # as `cpu` keeps it
+            if "magnitude" in name:
+                parameter.mul_(1 + noise)
+            elif "lora_" in name:
+                parameter.copy_(noise)
+            elif any(part in name for part in _CHANGED) or (
+                trains_biases and parameter.requires_grad and name.endswith("bias")
+            ):
+                parameter.add_(noise)
+    adapted.save_pretrained(folder)
     return adapted
 
 
@@ -117,6 +184,21 @@ def test_logits_are_those_of_peft(case: str, tmp_path: Path) -> None:
         assert distance(with_it, logits_of(adapted.merge_and_unload(), TOKENS)) < 1e-3
 
 
+@pytest.mark.parametrize("case", OWN)
+def test_weights_of_an_adapter_are_those_of_peft(case: str, tmp_path: Path) -> None:
+    variant, options = OWN[case]
+    model = save_model(variant, tmp_path / "model")
+    base = logits_of(model, TOKENS)
+    want = logits_of(save_adapter(model, tmp_path / "adapter", **options), TOKENS)
+    checkpoint, groups = open_checkpoint(tmp_path / "model"), VARIANTS[variant].kv_groups
+    with_it, without = our_logits(checkpoint, tmp_path / "adapter", "reference", groups)
+    assert distance(with_it, want) < 1e-4 and distance(without, base) < 1e-4
+    assert distance(with_it, without) > 0.01, "the adapter changes something"
+    fast, fast_without = our_logits(checkpoint, tmp_path / "adapter", "cpu", groups)
+    assert distance(fast, with_it) < 1e-4
+    assert (fast_without == our_logits(checkpoint, None, "cpu", groups)[1]).all()
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Path]:
     folder = tmp_path_factory.mktemp("saved")
@@ -143,14 +225,79 @@ def having(name: str, *shape: int) -> Callable[[dict[str, Any], Tensors], None]:
     return lambda config, tensors: tensors.update({name: np.zeros(shape, np.float32)})
 
 
+def both(*changes: Callable[[dict[str, Any], Tensors], None]) -> Callable[[Any, Any], None]:
+    def change(config: dict[str, Any], tensors: Tensors) -> None:
+        for each in changes:
+            each(config, tensors)
+
+    return change
+
+
 REFUSED: dict[str, tuple[Callable[[dict[str, Any], Tensors], object], type[ModelError], str]] = {
     "another method": (changed("peft_type", "IA3"), UnsupportedModelError, "peft_type = IA3"),
-    "DoRA": (changed("use_dora", True), UnsupportedModelError, "use_dora"),
-    "biases": (changed("bias", "all"), UnsupportedModelError, "bias = all"),
-    "whole modules": (
+    "DoRA without magnitudes": (
+        changed("use_dora", True),
+        FormatError,
+        "q_proj has no magnitude vector",
+    ),
+    "magnitudes without DoRA": (
+        having(A.replace("lora_A.weight", "lora_magnitude_vector"), 64),
+        FormatError,
+        "use_dora = False",
+    ),
+    "biases of another model": (
+        having(B.replace("weight", "bias"), 65),
+        FormatError,
+        r"lora_B.bias of layers.0.self_attn.q_proj has 65 rows, but the model needs 64",
+    ),
+    "biases": (changed("bias", "some"), UnsupportedModelError, "bias = some"),
+    "a module that is missing": (
         changed("modules_to_save", ["lm_head"]),
+        FormatError,
+        "modules_to_save has lm_head, and adapter_model.safetensors has no tensor of it",
+    ),
+    "a head of more tokens": (
+        having("base_model.model.lm_head.weight", 105, 64),
         UnsupportedModelError,
-        "modules_to_save",
+        "lm_head.weight has 105 rows, but the vocabulary 101",
+    ),
+    "a classifier": (
+        having("base_model.model.score.weight", 2, 64),
+        UnsupportedModelError,
+        r"score.weight \(weight\) is not a module",
+    ),
+    "two adapters": (
+        both(
+            having(A.replace("lora_A", "lora_A.one"), 4, 64),
+            having(B.replace("lora_B", "lora_B.two"), 64, 4),
+        ),
+        FormatError,
+        "the adapters one, two are in one file",
+    ),
+    "the same module twice": (
+        having(A.removeprefix("base_model.model."), 4, 64),
+        FormatError,
+        "two tensors are lora_A of layers.0.self_attn.q_proj",
+    ),
+    "tokens without ids": (
+        having("base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", 2, 64),
+        FormatError,
+        "trainable_token_indices has no list of token ids",
+    ),
+    "tokens beyond the vocabulary": (
+        both(
+            changed("trainable_token_indices", [3, 101]),
+            having(
+                "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", 2, 64
+            ),
+        ),
+        FormatError,
+        "2 rows for 2 tokens up to 101, and the model has 101 tokens",
+    ),
+    "experts' parameters": (
+        changed("target_parameters", ["experts.gate_up_proj"]),
+        UnsupportedModelError,
+        "target_parameters .* merge the adapter with PEFT",
     ),
     "changed base weights": (
         changed("init_lora_weights", "pissa"),
@@ -178,10 +325,15 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any], Tensors], object], type[Model
     "rows of another model": (having(B, 32, 4), FormatError, "has 32 rows"),
     "more rows": (having(B, 65, 4), FormatError, "has 65 rows, but the model needs 64"),
     "a layer too many": (having(A.replace("layers.0", "layers.7"), 4, 64), FormatError, "layers.7"),
-    "embeddings": (
+    "half an embedding": (
         having("base_model.model.model.embed_tokens.lora_embedding_A", 4, 101),
+        FormatError,
+        r"embed_tokens has A \[4, 101\]; expected both",
+    ),
+    "an unknown tensor": (
+        having("base_model.model.model.layers.0.self_attn.q_proj.lora_E", 4, 1),
         UnsupportedModelError,
-        "lora_embedding_A",
+        "lora_E is not a known part of a LoRA adapter",
     ),
     "a high rank": (having(A, 2000, 64), FormatError, "up to 1,024"),
 }
@@ -205,7 +357,7 @@ def test_refused_adapters(case: str, saved: tuple[Checkpoint, Path], tmp_path: P
 def test_folders_without_an_adapter(saved: tuple[Checkpoint, Path], tmp_path: Path) -> None:
     checkpoint, folder = saved
     with pytest.raises(
-        ModelNotFoundError, match=r"no adapter_config.json; name the folder that PEFT saved"
+        ModelNotFoundError, match=r"no adapter_config.json; name the folder that PEFT or mlx-lm"
     ):
         read_adapter(tmp_path, checkpoint.spec)
     (tmp_path / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +14,19 @@ from headrace import _native
 from headrace.backend import HostBlocks, expert_table
 from headrace.backend.cpu.lowering import Lowering, ProcessGroup
 from headrace.backend.cpu.packing import column_order, named_in_errors, packed_bytes
+from headrace.backend.variants import GatheredRows, run_parts, with_adapter
 from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import Activations, KvConfig
 from headrace.errors import RequestError, UnsupportedModelError
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
-from headrace.program.adapter import Adapter
+from headrace.program.adapter import (
+    Adapter,
+    LowRank,
+    low_rank_part,
+    own_name,
+    own_weights,
+    with_own_weights,
+)
 from headrace.program.fuse import LINEAR_OPS, fuse
 from headrace.program.op import Value, Weight
 from headrace.program.ops import Linear
@@ -132,6 +141,7 @@ class CpuExecutable:
         self._kept = kept
         self._activations = activations
         self._process_group = process_group
+        self._traced = program
         self.program = lower(program, weights)
         self.kv_groups = program.kv_groups
         try:
@@ -156,9 +166,18 @@ class CpuExecutable:
         self._views: dict[tuple[int, int], Floats] = {}
         """Views by buffer and number of rows: making a view takes as long as drawing a token."""
         self._results: list[LogitOpResult] = []  # of the last launch
+        self._variants: dict[int, _Variant] = {}
         self._fill_plan(weights, None)
 
-    def _fill_plan(self, weights: Mapping[str, StoredTensor], earlier: Lowering | None) -> None:
+    def _fill_plan(
+        self,
+        weights: Mapping[str, StoredTensor],
+        earlier: Lowering | None,
+        shared: Lowering | None = None,
+    ) -> None:
+        """`earlier` is of an earlier program of the plan, `shared` of the plan that this plan
+        shares weights with.
+        """
         places = {
             layer: (number, i)
             for number, group in enumerate(self.kv_groups)
@@ -167,6 +186,9 @@ class CpuExecutable:
         self._lowering = Lowering(
             self.plan, self.program, weights, places, earlier, self._kept, self._process_group
         )
+        if shared:
+            self._lowering.packed = dict(shared.packed)
+            self._lowering.vectors = dict(shared.vectors)
         self._lowering.lower()
         self._logits = self._result_buffer(self.program.logits)
         self._hidden = self._result_buffer(self.program.hidden)
@@ -182,6 +204,8 @@ class CpuExecutable:
             return _compile(program, weights, kv, self.pool, self._activations)
         attached = copy(self)
         weights = {**self._lowering.tensors, **weights}
+        attached._traced = program
+        attached._variants = {}
         attached.program = self._lower(program, weights)
         attached._number = self.plan.add_program()
         attached._fill_plan(weights, self._lowering)
@@ -198,16 +222,26 @@ class CpuExecutable:
         logits: bool = False,
         hidden: bool = False,
     ) -> Done:
-        self.run(batch, tokens_of(batch, self._results))
-        logit_rows = self.logits(batch)
-        assert logit_rows is not None, "a stage without logits is not launched"
-        self._results = run_logit_ops(ops, logit_rows, self.pooled(batch), self.pool)
+        batch = batch._replace(tokens=tokens_of(batch, self._results), token_source=None)
+        if self._variants and batch.adapters is not None:
+            rows = run_parts(batch, self._variants, self._run_part)
+        else:
+            rows = self._run_part(None, batch)
+        assert rows.logits is not None, "a stage without logits is not launched"
+        self._results = run_logit_ops(ops, rows.logits, rows.pooled, self.pool)
         return Done(
             StepResult(
-                self._results,
-                logit_rows if logits else None,
-                self.hidden(batch) if hidden else None,
+                self._results, rows.logits if logits else None, rows.hidden if hidden else None
             )
+        )
+
+    def _run_part(self, variant: "_Variant | None", batch: RaggedBatch) -> GatheredRows:
+        executable: CpuExecutable = self
+        if variant:
+            executable, batch = variant.executable, with_adapter(batch, variant.adapter)
+        executable.run(batch, batch.tokens)
+        return GatheredRows(
+            executable.logits(batch), executable.hidden(batch), executable.pooled(batch)
         )
 
     def logits(self, batch: RaggedBatch) -> Floats | None:  # [logit rows, vocab]
@@ -265,14 +299,40 @@ class CpuExecutable:
         return StepTimes(wall, dict(ops), barriers)
 
     def expert_loads(self) -> NDArray[np.int64]:
-        return expert_table(self.plan.expert_loads(self._number))
+        loads = expert_table(self.plan.expert_loads(self._number))
+        for variant in self._variants.values():
+            loads = loads + variant.executable.expert_loads()
+        return loads
 
     def add_adapter(self, adapter: Adapter) -> int:
+        low_rank = low_rank_part(adapter)
+        if len(low_rank) == len(adapter):
+            return self._add_low_rank(low_rank)
+        assert not self._process_group, "ranks have low-rank adapters only"
+        variant = self._variant(adapter)
+        number = self._add_low_rank({})
+        self._variants[number] = _Variant(variant, variant._add_low_rank(low_rank))
+        return number
+
+    def _add_low_rank(self, matrices: Mapping[str, LowRank]) -> int:
         return self.plan.add_adapter(
-            [(self._lowering.packed[name], *matrices) for name, matrices in adapter.items()]
+            [(self._lowering.packed[name], *pair) for name, pair in matrices.items()]
         )
 
+    def _variant(self, adapter: Adapter) -> "CpuExecutable":
+        """The program with the adapter's own weights, in a plan over the same weights and KV."""
+        own = own_weights(self._traced, adapter, self._lowering.tensors)
+        weights = {**self._lowering.tensors, **{own_name(name): own[name] for name in own}}
+        variant = copy(self)
+        variant._traced = with_own_weights(self._traced, own)
+        variant.program = self._lower(variant._traced, weights)
+        variant.plan = _native.Plan(self.plan)
+        variant._number, variant._views, variant._variants = 0, {}, {}
+        variant._fill_plan(weights, None, self._lowering)
+        return variant
+
     def remove_adapter(self, number: int) -> None:
+        self._variants.pop(number, None)
         self.plan.remove_adapter(number)
 
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
@@ -285,4 +345,11 @@ class CpuExecutable:
         return None
 
     def close(self) -> None:
+        self._variants.clear()  # their plans refer to this plan
         del self.plan, self.pool, self._lowering, self._views, self._results
+
+
+class _Variant(NamedTuple):
+    executable: CpuExecutable
+    adapter: int
+    """The number of its low-rank matrices in the executable."""

@@ -2,6 +2,7 @@
 matrices of each adapter.
 """
 
+from collections.abc import Mapping
 from itertools import count
 
 import torch
@@ -11,7 +12,7 @@ from headrace.backend.cuda.kernels.align_experts import Aligned, align_adapters,
 from headrace.backend.cuda.kernels.lora import BLOCK_M, hidden_shape, lora, stored, table_row
 from headrace.backend.cuda.launch import Launch
 from headrace.backend.cuda.workspace import Workspace
-from headrace.program.adapter import Adapter
+from headrace.program.adapter import LowRank
 
 _MIN_SLOTS = 8
 
@@ -28,7 +29,7 @@ class Adapters:
         self._slots = _MIN_SLOTS
         self._matrices: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
-    def add(self, adapter: Adapter) -> int:
+    def add(self, adapter: Mapping[str, LowRank]) -> int:
         """Copy an adapter to the device and return its number."""
         number = next(number for number in count() if number not in self._matrices)
         kept = self._matrices[number] = []

@@ -34,7 +34,7 @@ from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import KvConfig
 from headrace.logit_ops import LogitOp, LogitOpResult, StepResult
 from headrace.program import moe, ops
-from headrace.program.adapter import Adapter
+from headrace.program.adapter import Adapter, only_low_rank
 from headrace.program.fuse import fuse
 from headrace.program.op import Value
 from headrace.program.trace import Program
@@ -395,8 +395,10 @@ class CudaExecutable:
 
     @within_memory
     def add_adapter(self, adapter: Adapter) -> int:
+        """Raises UnsupportedModelError for an adapter with weights of its own."""
+        low_rank = only_low_rank(adapter, "GPUs")
         self._stream.catch_up()
-        return self._adapters.add(adapter)
+        return self._adapters.add(low_rank)
 
     def remove_adapter(self, number: int) -> None:
         self._stream.catch_up()

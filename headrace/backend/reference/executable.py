@@ -13,11 +13,20 @@ from numpy.typing import NDArray
 from headrace.backend import HostBlocks, expert_table, host_block_counts
 from headrace.backend.reference.kv import ReferenceHostBlocks, Store
 from headrace.backend.reference.ops import Step
+from headrace.backend.variants import GatheredRows, run_parts
 from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import Activations, KvConfig
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
 from headrace.program import moe
-from headrace.program.adapter import Adapter
+from headrace.program.adapter import (
+    Adapter,
+    LowRank,
+    low_rank_part,
+    own_name,
+    own_weights,
+    with_own_weights,
+)
+from headrace.program.op import Value
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.sampling.host import run_logit_ops, tokens_of
@@ -54,6 +63,7 @@ class ReferenceExecutable:
     max_in_flight = 1
 
     def __init__(self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig) -> None:
+        self._traced, self._stored = program, weights
         self.program = lower(program, weights)
         self.kv = kv
         self.weights = _dequantise(program, weights)
@@ -67,7 +77,8 @@ class ReferenceExecutable:
             for number, group in enumerate(self.kv_groups)
             for i, layer in enumerate(group.layers)
         }
-        self.adapters: dict[int, Adapter] = {}
+        self.adapters: dict[int, Mapping[str, LowRank]] = {}
+        self._variants: dict[int, ReferenceExecutable] = {}
         self.expert_rows = _zero_expert_rows(self.program)
         self._results: list[LogitOpResult] = []  # of the last launch
 
@@ -82,19 +93,32 @@ class ReferenceExecutable:
         logits: bool = False,
         hidden: bool = False,
     ) -> Done:
-        program = self.program
-        step = Step(self, batch._replace(tokens=tokens_of(batch, self._results)))
+        batch = batch._replace(tokens=tokens_of(batch, self._results))
+        if self._variants and batch.adapters is not None:
+            rows = run_parts(batch, self._variants, self._run_part)
+        else:
+            rows = self._run_part(None, batch)
+        assert rows.logits is not None
+        self._results = run_logit_ops(ops, rows.logits, rows.pooled)
+        return Done(
+            StepResult(
+                self._results, rows.logits if logits else None, rows.hidden if hidden else None
+            )
+        )
+
+    def _run_part(self, variant: "ReferenceExecutable | None", batch: RaggedBatch) -> GatheredRows:
+        memory = variant or self
+        program, step = memory.program, Step(memory, batch)
         for op in program.ops:
             step.run(op)
 
+        def rows_of(value: Value | None) -> NDArray[np.float32] | None:
+            return step.x(value).astype(np.float32) if value else None
+
         assert program.logits, "a stage without logits runs next to the last stage"
-        logit_rows = step.x(program.logits).astype(np.float32)
-        pooled_rows = step.x(program.pooled).astype(np.float32) if program.pooled else None
-        self._results = run_logit_ops(ops, logit_rows, pooled_rows)
-        hidden_rows = None
-        if hidden and program.hidden:
-            hidden_rows = step.x(program.hidden).astype(np.float32)
-        return Done(StepResult(self._results, logit_rows if logits else None, hidden_rows))
+        return GatheredRows(
+            rows_of(program.logits), rows_of(program.hidden), rows_of(program.pooled)
+        )
 
     def attach(
         self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None
@@ -102,6 +126,7 @@ class ReferenceExecutable:
         if kv is not None:
             return ReferenceExecutable(program, weights, kv)
         attached = copy(self)
+        attached._traced, attached._stored, attached._variants = program, weights, {}
         attached.program = lower(program, weights)
         attached.weights = _dequantise(program, weights, known=self.weights)
         attached.expert_rows = _zero_expert_rows(attached.program)
@@ -122,11 +147,23 @@ class ReferenceExecutable:
 
     def add_adapter(self, adapter: Adapter) -> int:
         number = next(number for number in count() if number not in self.adapters)
-        self.adapters[number] = adapter
+        self.adapters[number] = low_rank_part(adapter)
+        if len(self.adapters[number]) != len(adapter):
+            self._variants[number] = self._variant(adapter)
         return number
+
+    def _variant(self, adapter: Adapter) -> "ReferenceExecutable":
+        """The program with the adapter's own weights, over the same KV and adapters."""
+        own = own_weights(self._traced, adapter, self._stored)
+        named = {own_name(name): tensor for name, tensor in own.items()}
+        variant, program = copy(self), with_own_weights(self._traced, own)
+        variant.program = lower(program, named)
+        variant.weights = _dequantise(program, named, known=self.weights)
+        return variant
 
     def remove_adapter(self, number: int) -> None:
         del self.adapters[number]
+        self._variants.pop(number, None)
 
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
         store = self.stores[group]

@@ -1,6 +1,6 @@
 """Every op in NumPy."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +11,7 @@ from headrace.backend.reference.kv import Store
 from headrace.batch import Ints, RaggedBatch
 from headrace.config import KvConfig
 from headrace.program import moe, ops
-from headrace.program.adapter import Adapter
+from headrace.program.adapter import LowRank
 from headrace.program.op import Op, RowKind, Value, Weight
 from headrace.quant.kv import round_trip
 
@@ -23,7 +23,7 @@ class Memory(Protocol):
     stores: list[Store]  # by KV group
     places: dict[int, tuple[int, int]]  # layer: (KV group, index of the layer in the group)
     weights: dict[str, Floats]
-    adapters: dict[int, Adapter]
+    adapters: dict[int, Mapping[str, LowRank]]
     expert_rows: dict[int, NDArray[np.int64]]  # rows of each expert, by id of the output value
 
 
