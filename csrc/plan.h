@@ -211,9 +211,7 @@ class Plan {
   const Buffer& buffer(int id) const { return buffers_[id]; }
   Buffer& buffer(int id) { return buffers_[id]; }
   const std::vector<KvGroup>& kv_groups() const { return *kv_; }
-  const KvCache& kv(int group) const {
-    return (*kv_)[static_cast<size_t>(group)].cache;
-  }
+  const KvCache& kv(int group) const { return (*kv_)[static_cast<size_t>(group)].cache; }
   int threads() const { return pool_->threads(); }
   const std::shared_ptr<Pool>& pool() const { return pool_; }
   // The memory of the buffers, and the rows that a buffer has room for. The memory is

@@ -125,7 +125,7 @@ def _add_prompt_options(group: Arguments) -> None:
     group.add_argument(
         "--lora",
         metavar="NAME=PATH",
-        help="LoRA adapter: a folder as PEFT saves it, or hf:ORG/REPO",
+        help="adapter: a folder of PEFT or mlx-lm, a GGUF file, or hf:ORG/REPO",
     )
 
 

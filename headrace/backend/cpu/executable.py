@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -326,7 +326,7 @@ class CpuExecutable:
         variant = copy(self)
         variant._traced = with_own_weights(self._traced, own)
         variant.program = self._lower(variant._traced, weights)
-        variant.plan = _native.Plan(self.plan)
+        variant.plan = cast(Callable[..., _native.Plan], _native.Plan)(self.plan)
         variant._number, variant._views, variant._variants = 0, {}, {}
         variant._fill_plan(weights, None, self._lowering)
         return variant
