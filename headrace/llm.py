@@ -71,6 +71,7 @@ class BaseLLM:
         documents: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> str | list[int]:
         """Render a conversation with the model's chat template, to token ids or to text.
 
@@ -85,6 +86,7 @@ class BaseLLM:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
+            chat_template=chat_template,
         )
         return list(prompt.token_ids) if tokenize else prompt.text or ""
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, TypedDict, TypeGuard, Unpack
 
+from headrace.checkpoint.named_tokens import NamedTokens
 from headrace.checkpoint.templates import Renderer
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.errors import RequestError
@@ -70,16 +71,24 @@ class PromptReader:
         renderer: Renderer,
         max_model_len: int,
         tool_template: str | None = None,
+        other_templates: Mapping[str, str] | None = None,
+        named_tokens: NamedTokens | None = None,
     ) -> None:
         """Make a reader.
 
         `max_model_len` is the context in tokens. `tool_template` replaces
-        `chat_template` for conversations with tools, if the model has one.
+        `chat_template` for conversations with tools, if the model has one;
+        conversations choose `other_templates` by name. `named_tokens` are BOS and EOS
+        by default.
         """
         self._model = model
         self._tokenizer = tokenizer
-        self._chat_template = chat_template
-        self._tool_template = tool_template
+        named = {"default": chat_template, "tool_use": tool_template, **(other_templates or {})}
+        self.templates = {name: text for name, text in named.items() if text is not None}
+        self._named_tokens = named_tokens or {
+            "bos_token": tokenizer.bos_token,
+            "eos_token": tokenizer.eos_token,
+        }
         self._renderer = renderer
         self.max_model_len = max_model_len
 
@@ -133,6 +142,7 @@ class PromptReader:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
         places: Sequence[str] | None = None,
     ) -> TokenizedPrompt:
         """Render a conversation with the model's chat template, and tokenise it.
@@ -144,14 +154,7 @@ class PromptReader:
         or the text cannot fit in the context; FormatError if the template itself is
         invalid or unsafe.
         """
-        template = self._chat_template
-        if tools is not None and self._tool_template is not None:
-            template = self._tool_template
-        if template is None:
-            raise RequestError(
-                f"{self._model} has no chat template, so it cannot read a conversation; "
-                "use plain text, with LLM.generate or headrace run --raw"
-            )
+        template = self._choose_template(chat_template, has_tools=tools is not None)
         if not is_conversation(messages):
             raise RequestError(
                 "a conversation must be a list of messages, each with a role and content"
@@ -160,8 +163,7 @@ class PromptReader:
         text = self._renderer.render(
             template,
             conversation,
-            bos=self._tokenizer.bos_token,
-            eos=self._tokenizer.eos_token,
+            named_tokens=self._named_tokens,
             tools=_plain_list(tools, "tools"),
             documents=_plain_list(documents, "documents"),
             add_generation_prompt=add_generation_prompt and not continue_final_message,
@@ -170,6 +172,24 @@ class PromptReader:
         if continue_final_message:
             text = _cut_after_content(text, conversation[-1])
         return self._tokenize(text, add_special=False, parse_special=True)
+
+    def _choose_template(self, chosen: str | None, has_tools: bool) -> str:
+        templates = self.templates
+        if chosen is not None and not isinstance(chosen, str):
+            raise RequestError(f"chat_template must be text, not {type(chosen).__name__}")
+        if chosen is not None and ("{{" in chosen or "{%" in chosen):
+            return chosen
+        names = ["tool_use", "default"] if has_tools else ["default"]
+        for name in names if chosen is None else [chosen]:
+            if name in templates:
+                return templates[name]
+        if not templates:
+            raise RequestError(
+                f"{self._model} has no chat template, so it cannot read a conversation; "
+                "use plain text, with LLM.generate or headrace run --raw"
+            )
+        fault = "is missing" if chosen is None else f"{chosen[:80]!r} is unknown"
+        raise RequestError(f"chat_template {fault}; {self._model} has {', '.join(templates)}")
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> TokenizedPrompt:
         context = self.max_model_len

@@ -1,15 +1,26 @@
 """Messages of all forms reach a template in the form that it reads; others are refused."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import models
 
+from headrace.checkpoint.folder import chat_templates
+from headrace.checkpoint.load import open_checkpoint
+from headrace.checkpoint.named_tokens import named_tokens
 from headrace.checkpoint.templates import Renderer
+from headrace.checkpoint.tokenizer import Tokenizer, Vocabulary
+from headrace.errors import RequestError
 from headrace.messages import MessageError, is_message, normalise_messages, plain
+from headrace.prompts import PromptReader
+from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
 
 CHATML = "{% for m in messages %}<{{ m['role'] + '>' + m['content'] }}{% endfor %}"
 DEFINED = (
@@ -180,7 +191,7 @@ def closed() -> Iterator[None]:
 @pytest.mark.parametrize("form", FORMS)
 def test_message_forms(form: str) -> None:
     template, messages, expected = FORMS[form]
-    text = RENDERER.render(template, normalise_messages(messages), bos="", eos="")
+    text = RENDERER.render(template, normalise_messages(messages), named_tokens={})
     assert text == expected
 
 
@@ -227,3 +238,104 @@ def test_plain_values() -> None:
         deep = [deep]
     with pytest.raises(MessageError, match=r"^x is nested too deep"):
         plain(deep, "x")
+
+
+NAMED = {
+    "bos_token": "<s>",
+    "pad_token": {"content": "<pad>"},
+    "unk_token": None,
+    "extra_special_tokens": {"image_token": "<img>"},
+    "additional_special_tokens": ["<a>", {"content": "<b>"}],
+    "add_bos_token": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("special", "expected"),
+    [
+        ({}, "<s>|<pad>||<img>|<a><b>"),
+        ({"unk_token": "<unk>", "pad_token": "<p>"}, "<s>|<p>|<unk>|<img>|<a><b>"),
+    ],
+)
+def test_named_tokens_of_a_folder(tmp_path: Path, special: dict[str, Any], expected: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(NAMED))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
+    tokens = named_tokens(tmp_path, tiny_tokenizer())
+    assert RENDERER.render(TOKENS, [], named_tokens=tokens) == expected
+
+
+TOKENS = (
+    "{{ bos_token }}|{{ pad_token }}|{{ unk_token }}|{{ image_token }}|"
+    "{{ additional_special_tokens | join }}"
+)
+
+
+def tiny_tokenizer() -> Tokenizer:
+    backend = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
+    return Tokenizer(backend, Vocabulary(byte_level=True), "tiny")
+
+
+def test_named_tokens_of_a_gguf_file(write_gguf: Any) -> None:  # noqa: F811
+    keys = {f"tokenizer.ggml.{name}_token_id": i for i, name in enumerate(("padding", "unknown"))}
+    checkpoint = open_checkpoint(write_gguf(keys | {"tokenizer.ggml.bos_token_id": None}))
+    tokens = checkpoint.named_tokens(checkpoint.load_tokenizer())
+    assert tokens == {
+        "bos_token": "",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "unk_token": "<|im_start|>",
+    }
+
+
+@pytest.mark.parametrize("layout", ["config", "files", "json", "gguf"])
+def test_named_templates(tmp_path: Path, write_gguf: Any, layout: str) -> None:  # noqa: F811
+    named = {
+        "default": "D",
+        "tool_use": "T{{ tools | length }}",
+        "rag": "R{{ documents | length }}",
+    }
+    if layout == "gguf":
+        values = {f"tokenizer.chat_template.{name}": text for name, text in named.items()}
+        values["tokenizer.chat_template"] = values.pop("tokenizer.chat_template.default")
+        checkpoint = open_checkpoint(
+            write_gguf(values | {"tokenizer.chat_templates": ["tool_use", "rag"]})
+        )
+        default, tool_use = checkpoint.chat_template, checkpoint.tool_template
+        templates = dict(checkpoint.other_templates)
+    else:
+        write_templates(tmp_path, named, layout)
+        templates = chat_templates(tmp_path)
+        default, tool_use = templates.pop("default"), templates.pop("tool_use")
+    reader = PromptReader("m", tiny_tokenizer(), default, RENDERER, 64, tool_use, templates)
+    documents = [{"text": "x"}]
+    assert text_of(reader) == "D"
+    assert text_of(reader, tools=[{}]) == "T1"
+    assert text_of(reader, chat_template="rag", documents=documents) == "R1"
+    assert text_of(reader, tools=[{}], chat_template="default") == "D"
+    assert text_of(reader, chat_template="{{ messages[0].content }}") == "aa"
+    with pytest.raises(RequestError, match="'x' is unknown; m has default, tool_use, rag"):
+        text_of(reader, chat_template="x")
+
+
+def write_templates(folder: Path, named: dict[str, str], layout: str) -> None:
+    listed = [{"name": name, "template": text} for name, text in named.items()]
+    if layout == "config":
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
+    elif layout == "json":
+        (folder / "chat_template.json").write_text(json.dumps({"chat_template": listed}))
+    else:
+        (folder / "chat_template.jinja").write_text(named["default"])
+        (folder / "additional_chat_templates").mkdir()
+        for name, text in named.items():
+            if name != "default":
+                (folder / "additional_chat_templates" / f"{name}.jinja").write_text(text)
+
+
+def text_of(reader: PromptReader, **options: Any) -> str | None:
+    return reader.read_chat([user("aa")], **options).text
+
+
+def test_only_named_templates() -> None:
+    reader = PromptReader("m", tiny_tokenizer(), None, RENDERER, 64, None, {"rag": "R"})
+    with pytest.raises(RequestError, match=r"^chat_template is missing; m has rag$"):
+        text_of(reader)

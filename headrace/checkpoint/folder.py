@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.checkpoint.architecture import layout_of
-from headrace.checkpoint.files import find, member, read_file, read_json
+from headrace.checkpoint.files import find, list_names, member, read_file, read_json
 from headrace.checkpoint.head import settle_head
 from headrace.checkpoint.names import modules, renamed, text_names
 from headrace.checkpoint.quantisation import method_of
@@ -21,6 +21,7 @@ from headrace.record import frozen
 
 _QUANTISATION = "quantization_config"
 _MAX_TEMPLATE_BYTES = 1 << 20
+_MORE_TEMPLATES = "additional_chat_templates"
 
 
 @frozen(eq=False)
@@ -90,31 +91,51 @@ def open_folder(path: Path) -> Folder:
 
 
 def chat_template(folder: Path, name: str = "default") -> str | None:
-    """Read a template. Raises FormatError."""
-    home = folder if name == "default" else find(folder, "additional_chat_templates")
-    file_name = "chat_template.jinja" if name == "default" else f"{name}.jinja"
-    if home and (path := find(home, file_name)):
-        try:
-            return read_file(path, _MAX_TEMPLATE_BYTES).decode()
-        except UnicodeDecodeError as error:
-            raise FormatError(f"{path.name}: {error}") from error
-    if not (path := find(folder, "tokenizer_config.json")):
-        return None
-    template = read_json(path).get("chat_template")
-    if isinstance(template, list):
-        named = [
-            entry.get("template")
-            for entry in template
-            if isinstance(entry, dict) and entry.get("name") == name
-        ]
-        template = named[-1] if named else None
-    elif name != "default":
-        return None
-    if template is not None and not isinstance(template, str):
-        raise FormatError(
-            "tokenizer_config.json: chat_template is not a string or a list of named templates"
-        )
-    return template
+    """Read one of `chat_templates`. Raises FormatError."""
+    return chat_templates(folder).get(name)
+
+
+def chat_templates(folder: Path) -> dict[str, str]:
+    """Read all templates by name; a single one is `default`. Raises FormatError.
+
+    A file `chat_template.jinja` replaces the templates in `tokenizer_config.json`.
+    """
+    files = {"default": find(folder, "chat_template.jinja")}
+    if home := find(folder, _MORE_TEMPLATES):
+        for name in list_names(home):
+            if name.endswith(".jinja"):
+                files[name.removesuffix(".jinja")] = find(home, name)
+    templates = {} if files["default"] else _listed_templates(folder)
+    for name, path in files.items():
+        if path is not None:
+            try:
+                templates[name] = read_file(path, _MAX_TEMPLATE_BYTES).decode()
+            except UnicodeDecodeError as error:
+                raise FormatError(f"{path.name}: {error}") from error
+    return templates
+
+
+def _listed_templates(folder: Path) -> dict[str, str]:
+    """Read the templates in `tokenizer_config.json`, or else in `chat_template.json`."""
+    for file_name in ("tokenizer_config.json", "chat_template.json"):
+        path = find(folder, file_name)
+        given = read_json(path).get("chat_template") if path else None
+        if given is None:
+            continue
+        templates: dict[str, str] = {}
+        for entry in given if isinstance(given, list) else [{"name": "default", "template": given}]:
+            if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+                continue
+            template = entry.get("template")
+            if template is None:
+                continue
+            if not isinstance(template, str):
+                raise FormatError(
+                    f"{file_name}: chat_template is not a string or a list of named templates"
+                )
+            templates[entry["name"]] = template
+        return templates
+    return {}
 
 
 def model_name(folder: Path) -> str:

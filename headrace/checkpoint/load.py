@@ -12,7 +12,7 @@ from headrace.checkpoint.advised_sampling import advised_sampling
 from headrace.checkpoint.architecture import layout_of
 from headrace.checkpoint.assemble import assemble
 from headrace.checkpoint.files import find, list_names
-from headrace.checkpoint.folder import chat_template, model_name, open_folder
+from headrace.checkpoint.folder import chat_templates, model_name, open_folder
 from headrace.checkpoint.gguf import Metadata
 from headrace.checkpoint.gguf_scales import with_scales
 from headrace.checkpoint.split import gguf_of_folder, read_gguf_model
@@ -42,6 +42,8 @@ class Checkpoint:
     chat_template: str | None
     tokenizer_source: Metadata | Path
     tool_template: str | None = None
+    other_templates: Mapping[str, str] = field(default_factory=dict)
+    """Templates by name, without `default` and `tool_use`."""
     stored: Mapping[str, StoredTensor] = field(default_factory=dict)
     """By the names of the family's files, in the files' shapes."""
     left_out: tuple[str, ...] = ()
@@ -52,6 +54,12 @@ class Checkpoint:
     def advised_sampling(self) -> dict[str, Any]:
         """Raises FormatError."""
         return advised_sampling(self.tokenizer_source)
+
+    def named_tokens(self, tokenizer: "Tokenizer") -> dict[str, str | list[str]]:
+        """Return the tokens that templates use by name. Raises FormatError."""
+        from headrace.checkpoint.named_tokens import named_tokens
+
+        return named_tokens(self.tokenizer_source, tokenizer)
 
     def load_tokenizer(self) -> "Tokenizer":
         """Build the tokenizer. Raises as the builders."""
@@ -107,17 +115,26 @@ def _open_gguf(path: Path, is_absorbed: bool) -> Checkpoint:
     spec = checked_spec(layout.spec(file.metadata, stored), path.name)
     spec = _with_form(spec, is_absorbed)
     tensors = assemble(spec, layout, stored, path.name)
-    template = file.metadata.string("tokenizer.chat_template", "") or None
-    tool_template = file.metadata.string("tokenizer.chat_template.tool_use", "") or None
+    templates = _gguf_templates(file.metadata)
     return Checkpoint(
         path=file.path,
         spec=replace(spec, name=file.metadata.string("general.name", path.stem)),
         tensors=tensors,
         stored=stored,
-        chat_template=template,
+        chat_template=templates.pop("default", None),
         tokenizer_source=file.metadata,
-        tool_template=tool_template,
+        tool_template=templates.pop("tool_use", None),
+        other_templates=templates,
     )
+
+
+def _gguf_templates(metadata: Metadata) -> dict[str, str]:
+    key, names = "tokenizer.chat_template", ["tool_use"]
+    if f"{key}s" in metadata:
+        names += metadata.strings(f"{key}s")
+    keys = {"default": key} | {name: f"{key}.{name}" for name in names}
+    templates = {name: metadata.string(key, "") for name, key in keys.items()}
+    return {name: text for name, text in templates.items() if text}
 
 
 def _open_folder(path: Path, is_absorbed: bool) -> Checkpoint:
@@ -133,14 +150,16 @@ def _open_folder(path: Path, is_absorbed: bool) -> Checkpoint:
     parts = folder.read()
     spec = _with_form(parts.spec, is_absorbed)
     tensors = assemble(spec, folder.layout, parts.tensors, path.name)
+    templates = chat_templates(path)
     return Checkpoint(
         path=path,
         spec=replace(spec, name=model_name(path)),
         tensors=tensors,
         stored=parts.tensors,
-        chat_template=chat_template(path),
+        chat_template=templates.pop("default", None),
         tokenizer_source=path,
-        tool_template=chat_template(path, "tool_use"),
+        tool_template=templates.pop("tool_use", None),
+        other_templates=templates,
         left_out=parts.left_out,
         notes=parts.notes,
     )

@@ -15,7 +15,7 @@ import sys
 import textwrap  # noqa: F401
 import time
 import unicodedata  # noqa: F401
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
@@ -68,7 +68,7 @@ def serve(seconds: int, memory: int) -> None:
         try:
             request = json.loads(frame)
             if "names" in request:
-                _respond({"text": render(template, request["names"])})
+                _respond({"text": render(template, request["tokens"], request["names"])})
             else:
                 template = request["template"]
                 # Rendering reports the error again.
@@ -100,22 +100,19 @@ def _frames(stream: BinaryIO) -> Iterator[bytes]:
         yield stream.read(int.from_bytes(head, "little"))
 
 
-def render(template: str, names: dict[str, Any]) -> str:
+def render(template: str, tokens: dict[str, Any], names: dict[str, Any]) -> str:
     """Raises _Refusal or MemoryError."""
-    compiled = _compile(template)
-    special = {name: value for name, value in names.items() if name.endswith("_token")}
-    messages = _needs(template, tuple(sorted(special.items()))).adapt(names["messages"])
-    return _generate(compiled, names | {"messages": messages})
+    needs = _needs(template, json.dumps(tokens))
+    messages = needs.adapt(names["messages"])
+    return _generate(_compile(template), tokens | names | {"messages": messages})
 
 
 @lru_cache(maxsize=1)
-def _needs(template: str, special: tuple[tuple[str, str], ...]) -> TemplateNeeds:
-    compiled = _compile(template)
-
-    def render_alone(messages: list[dict[str, Any]]) -> str:
-        return _generate(compiled, {**dict(special), "messages": messages})
-
-    return TemplateNeeds(template, render_alone)
+def _needs(template: str, tokens: str) -> TemplateNeeds:
+    compiled, names = _compile(template), json.loads(tokens)
+    return TemplateNeeds(
+        template, lambda messages: _generate(compiled, names | {"messages": messages})
+    )
 
 
 def _generate(compiled: Template, names: dict[str, Any]) -> str:
@@ -150,13 +147,17 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks text for training; its body is rendered."""
+    """`{% generation %}` marks text for training; its body has a scope of its own."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("body"), [], [], body).set_lineno(line)
+
+    def body(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
 @lru_cache(maxsize=1)

@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
+from headrace.checkpoint.named_tokens import NamedTokens
 from headrace.errors import ClosedError, FormatError, RequestError
 
 _SECONDS = 2
@@ -55,8 +56,7 @@ class Renderer:
         template: str,
         messages: Sequence[Mapping[str, Any]],
         *,
-        bos: str,
-        eos: str,
+        named_tokens: NamedTokens,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -64,9 +64,10 @@ class Renderer:
     ) -> str:
         """Render a conversation; encode it with `parse_special` and without `add_special`.
 
-        `chat_template_kwargs` are further names, such as `enable_thinking`. Raises FormatError
-        for a malformed or forbidden template, ClosedError, and RequestError for refused
-        messages and above 4 MB, 2 s or 512 MB.
+        `named_tokens` are the tokenizer's, such as `bos_token`. `chat_template_kwargs`
+        are further names, such as `enable_thinking`. Raises FormatError for a malformed
+        or forbidden template, ClosedError, and RequestError for refused messages and
+        above 4 MB, 2 s or 512 MB.
         """
         more_names = {} if chat_template_kwargs is None else chat_template_kwargs
         if not isinstance(more_names, Mapping):
@@ -74,8 +75,6 @@ class Renderer:
                 f"chat_template_kwargs must be a dictionary, not {type(more_names).__name__}"
             )
         names: dict[str, Any] = {
-            "bos_token": bos,
-            "eos_token": eos,
             "add_generation_prompt": add_generation_prompt,
             "messages": list(messages),
             "tools": tools,
@@ -94,10 +93,11 @@ class Renderer:
                 "add_generation_prompt must be true or false, not "
                 f"{reprlib.repr(add_generation_prompt)}"
             )
-        if reserved := sorted(names.keys() & more_names.keys()):
+        reserved_names = names.keys() | {"bos_token", "eos_token"}
+        if reserved := sorted(reserved_names & more_names.keys()):
             raise RequestError(f"chat_template_kwargs may not replace {', '.join(reserved)}")
 
-        request = _frame({"names": names | dict(more_names)})
+        request = _frame({"tokens": dict(named_tokens), "names": names | dict(more_names)})
         if len(request) > _MAX_REQUEST:
             raise RequestError(
                 f"the conversation has {len(request):,} bytes, more than the limit of "

@@ -160,4 +160,6 @@ def _prompt_reader(
         renderer=renderer,
         max_model_len=checkpoint.spec.context,
         tool_template=checkpoint.tool_template,
+        other_templates=checkpoint.other_templates,
+        named_tokens=checkpoint.named_tokens(tokenizer),
     )

@@ -58,6 +58,7 @@ def _conversation(state: ServerState, request: ChatRequest) -> Conversation:
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=bool(request.continue_final_message),
         chat_template_kwargs=request.chat_template_kwargs,
+        chat_template=state.named_template(request.chat_template),
         reasoning_effort=request.reasoning_effort,
         options=RequestOptions(priority=request.priority or 0, cache_salt=request.cache_salt),
     )

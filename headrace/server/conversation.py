@@ -37,6 +37,7 @@ class Conversation:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: Mapping[str, Any] | None = None
+    chat_template: str | None = None
     reasoning_effort: str | None = None
     options: RequestOptions = DEFAULT_OPTIONS
 
@@ -178,6 +179,7 @@ def _render(state: ServerState, conversation: Conversation, choice: ToolChoice) 
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=conversation.continue_final_message,
         chat_template_kwargs=template_kwargs or None,
+        chat_template=conversation.chat_template,
         places=conversation.places,
     )
 

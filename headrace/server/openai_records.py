@@ -143,6 +143,7 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
     documents: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
 
@@ -187,7 +188,10 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     with_pieces: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = None
     tools: Tools | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

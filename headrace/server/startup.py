@@ -34,7 +34,7 @@ async def start_server(
         tokenizer = await asyncio.to_thread(checkpoint.load_tokenizer)
         prompt_reader = open_prompt_reader(model, checkpoint, tokenizer)
         advised = {} if settings.ignore_advised_sampling else checkpoint.advised_sampling()
-        templates = "\n".join(filter(None, (checkpoint.chat_template, checkpoint.tool_template)))
+        templates = "\n".join(prompt_reader.templates.values())
         output_format = OutputFormat.of(
             templates, settings.tool_call_parser, settings.reasoning_parser
         )

@@ -102,6 +102,16 @@ class ServerState:
             param="model",
         )
 
+    def named_template(self, name: str | None) -> str | None:
+        """Return the name. Raises ApiError for the text of a template, which is a program."""
+        templates = self.prompt_reader.templates
+        if name is not None and name not in templates:
+            raise invalid(
+                f"chat_template must name a template of this model: {', '.join(templates)}",
+                "chat_template",
+            )
+        return name
+
     @contextmanager
     def admit(self, http: HttpExchange, num_sequences: int) -> Iterator[None]:
         """Count a request as in progress. Raises NotReadyError, or ApiError above a limit."""

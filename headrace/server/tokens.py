@@ -72,7 +72,10 @@ async def _token_ids(state: ServerState, request: TokenizeRequest) -> list[int]:
         [msgspec.to_builtins(message) for message in request.messages or ()],
         tools=request.tools,
         add_generation_prompt=request.add_generation_prompt is not False,
+        documents=request.documents,
+        continue_final_message=bool(request.continue_final_message),
         chat_template_kwargs=request.chat_template_kwargs,
+        chat_template=state.named_template(request.chat_template),
     )
     return await state.tokenize(read, "messages" if request.messages else "prompt", max_tokens=0)
 

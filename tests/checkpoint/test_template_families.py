@@ -236,8 +236,7 @@ def test_templates_equal_transformers(kind: str, chat: str) -> None:
                         RENDERER.render(
                             KINDS[kind],
                             messages,
-                            bos="<s>",
-                            eos="</s>",
+                            named_tokens=names,
                             chat_template_kwargs=further,
                             **options,
                         )
@@ -245,8 +244,7 @@ def test_templates_equal_transformers(kind: str, chat: str) -> None:
                     text = RENDERER.render(
                         KINDS[kind],
                         messages,
-                        bos="<s>",
-                        eos="</s>",
+                        named_tokens=names,
                         chat_template_kwargs=further,
                         **options,
                     )
@@ -260,7 +258,11 @@ def test_most_templates_render() -> None:
         for chat in CHATS.values():
             try:
                 rendered += bool(
-                    RENDERER.render(template, normalise_messages(chat), bos="<s>", eos="</s>")
+                    RENDERER.render(
+                        template,
+                        normalise_messages(chat),
+                        named_tokens={"bos_token": "<s>", "eos_token": "</s>"},
+                    )
                 )
             except RequestError:
                 continue

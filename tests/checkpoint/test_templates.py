@@ -54,7 +54,8 @@ RENDERER = Renderer()
 
 
 def render(template: str, messages: Any = USER, **options: Any) -> str:
-    return RENDERER.render(template, messages, **({"bos": "<s>", "eos": "</s>"} | options))
+    options.setdefault("named_tokens", {"bos_token": "<s>", "eos_token": "</s>"})
+    return RENDERER.render(template, messages, **options)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,7 +82,7 @@ class TestRendering:
         checkpoint = open_checkpoint(smollm2)
         assert checkpoint.chat_template is not None
         tokenizer = checkpoint.load_tokenizer()
-        text = render(checkpoint.chat_template, bos=tokenizer.bos_token, eos=tokenizer.eos_token)
+        text = render(checkpoint.chat_template, named_tokens=checkpoint.named_tokens(tokenizer))
         assert text.endswith("<|im_start|>user\nHi <b><|im_end|>\n<|im_start|>assistant\n")
         assert tokenizer.encode(text, add_special=False, parse_special=True)[0] == 1
 

@@ -23,7 +23,7 @@ def write_config_files(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
         "model_max_length": checkpoint.spec.max_context,
         "clean_up_tokenization_spaces": False,
     }
-    special = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+    special = checkpoint.named_tokens(tokenizer)
     tokenizer_config |= {name: token for name, token in special.items() if token}
     _write_json(folder / "tokenizer_config.json", tokenizer_config)
     (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
@@ -32,10 +32,14 @@ def write_config_files(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
 
     if checkpoint.chat_template:
         (folder / "chat_template.jinja").write_text(checkpoint.chat_template, encoding="utf-8")
+    others = dict(checkpoint.other_templates)
     if checkpoint.tool_template:
-        others = folder / "additional_chat_templates"
-        others.mkdir()
-        (others / "tool_use.jinja").write_text(checkpoint.tool_template, encoding="utf-8")
+        others["tool_use"] = checkpoint.tool_template
+    if others:
+        (folder / "additional_chat_templates").mkdir()
+    for name, text in others.items():
+        path = folder / "additional_chat_templates" / f"{name}.jinja"
+        path.write_text(text, encoding="utf-8")
     return config | {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
 
 

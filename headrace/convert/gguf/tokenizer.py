@@ -234,7 +234,10 @@ def _templates(checkpoint: Checkpoint) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if checkpoint.chat_template:
         values["tokenizer.chat_template"] = checkpoint.chat_template
+    others = dict(checkpoint.other_templates)
     if checkpoint.tool_template:
-        values["tokenizer.chat_templates"] = ["tool_use"]
-        values["tokenizer.chat_template.tool_use"] = checkpoint.tool_template
+        others["tool_use"] = checkpoint.tool_template
+    if others:
+        values["tokenizer.chat_templates"] = sorted(others)
+        values |= {f"tokenizer.chat_template.{name}": text for name, text in others.items()}
     return values
