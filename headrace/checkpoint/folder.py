@@ -82,12 +82,20 @@ def open_folder(path: Path) -> Folder:
         _family_name(config),
         (family.config for family in FAMILIES.values()),
         config.where,
-        lambda: read_folder(path),
+        lambda: _usual_names(path, is_multimodal="text_config" in values),
     )
     if (quantisation := config.get(_QUANTISATION)) is not None:
         method_of(quantisation)
     spec = layout.spec(config.named(layout.fields))
     return Folder(path=path, config=config, layout=layout, spec=spec, text_part=part)
+
+
+def _usual_names(path: Path, *, is_multimodal: bool) -> list[str]:
+    """The names of an unknown model's tensors, with the prefix that most families have."""
+    usual = FAMILIES["llama"].config
+    assert usual
+    names = text_names(read_folder(path), usual)
+    return [*names.own.values(), *(() if is_multimodal else names.others)]
 
 
 def chat_template(folder: Path, name: str = "default") -> str | None:
@@ -148,4 +156,10 @@ def _family_name(config: JsonFields) -> str:
     names: Any = config.get("architectures")
     if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str):
         return names[0]
-    return str(config.get("model_type"))
+    kind: Any = config.get("model_type")
+    if not kind:
+        raise FormatError(
+            "config.json: it names no architecture (architectures or model_type); name the folder "
+            "of the model itself, which may be a subfolder"
+        )
+    return str(kind)

@@ -154,3 +154,8 @@ def test_equal_matrices(format: str) -> None:
     last = a.dequantise()
     last[-1, -1] += 1
     assert not is_equal(a, StoredTensor.from_floats("a", last))
+
+
+def test_a_configuration_without_an_architecture(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"names no architecture .*may be a subfolder"):
+        opened(tmp_path, arrays(), architectures=None, model_type=None)

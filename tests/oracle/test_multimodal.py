@@ -32,6 +32,18 @@ SIGLIP = VISION | {"model_type": "siglip_vision_model"}
 PIXTRAL = VISION | {"model_type": "pixtral", "head_dim": 16}
 QWEN = {"depth": 1, "num_heads": 2}
 MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6}}
+LLAMA4_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "max_position_embeddings": 256,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 AUDIO = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -55,6 +67,11 @@ WHOLES = {
         2,
     ),
     "mistral3": Whole("mistral3", {"sliding_window": None, "head_dim": 16}, PIXTRAL),
+    "ministral3": Whole(
+        "mistral3",
+        {"model_type": "ministral3", "head_dim": 16, "rope_parameters": LLAMA4_YARN},
+        PIXTRAL,
+    ),
     "pixtral": Whole("llava", {"model_type": "mistral", "sliding_window": None}, PIXTRAL),
     "llava": Whole("llava", {}, CLIP),
     "llava_next": Whole("llava_next", {"model_type": "mistral", "sliding_window": 9}, CLIP),
@@ -185,6 +202,8 @@ def test_logits_of_text(name: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tmp_path)
     assert "only the text model of" in checkpoint.notes[0] and checkpoint.left_out
     assert not any("embed_tokens" in left_out for left_out in checkpoint.left_out)
+    # Queries of Ministral 3 are scaled after the original context.
+    assert checkpoint.spec.max_context == (64 if name == "ministral3" else 256)
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
@@ -223,5 +242,6 @@ def test_other_text_models_are_refused_by_name(tmp_path: Path) -> None:
         values["architectures"] = [f"{whole.capitalize()}ForConditionalGeneration"]
         values |= {"model_type": whole, "text_config": {"model_type": text}}
         path.write_text(json.dumps(values))
-        with pytest.raises(UnsupportedModelError, match=f"unknown architecture {name}"):
+        nearest = r"nearest known architecture, LlamaForCausalLM, has all of its tensors"
+        with pytest.raises(UnsupportedModelError, match=rf"unknown architecture {name}.*{nearest}"):
             open_checkpoint(tmp_path)
