@@ -99,11 +99,11 @@ def _message(reasoning: str, content: str, calls: list[tuple[str, Any]]) -> dict
 
 
 def _expected(expected: Expected) -> dict[str, Any]:
-    def joined(kind: str) -> str:
+    def text_of(kind: str) -> str:
         return "".join(item[1] for item in expected if item[0] == kind)
 
     calls = [(item[1], json.loads(item[2])) for item in expected if item[0] == "call"]
-    return _message(joined("reasoning"), joined("content"), calls)
+    return _message(text_of("reasoning"), text_of("content"), calls)
 
 
 def _of_chat(message: Any) -> dict[str, Any]:

@@ -12,6 +12,9 @@ _JSON_STYLE = {
 }
 """White space as `json.dumps` writes it. Small models may never end flexible white space."""
 
+MAX_CALLS = 8
+"""Max tool calls in a response that must call tools."""
+
 
 class LarkGrammar:
     """A grammar under construction. Its methods return expressions."""
@@ -52,7 +55,13 @@ class LarkGrammar:
         return self.rule(" | ".join(expressions))
 
     def repeated(self, expression: str, separator: str, parallel: bool) -> str:
-        return f"{expression} ({self.text(separator)} {expression})*" if parallel else expression
+        """Match the expression once, or up to `MAX_CALLS` times.
+
+        Without the bound, a small model repeats one call until its tokens are used up.
+        """
+        if not parallel:
+            return expression
+        return f"{expression} ({self.text(separator)} {expression}){{0,{MAX_CALLS - 1}}}"
 
     def arguments(
         self, tool: Tool, argument: Callable[[str, Mapping[str, Any]], str], separator: str

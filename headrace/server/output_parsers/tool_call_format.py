@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.server.output_parsers.delta_writer import random_id
+from headrace.server.output_parsers.fenced_calls import FENCE, read_fenced, read_whole_output
 from headrace.server.output_parsers.lark import LarkGrammar
 from headrace.server.output_parsers.output_reader import OutputReader
 from headrace.server.output_parsers.text_reader import Steps
@@ -32,11 +33,14 @@ class ToolCallFormat:
     def read_output(self, reader: OutputReader) -> Steps[None]:
         if self.always:
             return (yield from self.read(reader, ""))
-        if self.bare:
-            reader.writer.content((yield from reader.space()))
-            first = yield from reader.peek()
-            if first and first in self.bare:
-                yield from reader.attempt("", self.read(reader, ""))
-        while opener := (yield from reader.until(self.openers, reader.writer.content)):
-            yield from reader.attempt(opener, self.read(reader, opener))
+        reader.writer.content((yield from reader.space()))
+        first = yield from reader.peek()
+        if first and first in self.bare:
+            yield from reader.attempt("", self.read(reader, ""))
+        elif first == "{":
+            yield from reader.attempt("", read_whole_output(reader))
+        openers = (*self.openers, FENCE)
+        while opener := (yield from reader.until(openers, reader.writer.content)):
+            steps = read_fenced(reader) if opener == FENCE else self.read(reader, opener)
+            yield from reader.attempt(opener, steps)
         return None

@@ -132,11 +132,71 @@ SAMPLES: list[Sample] = [
         "A < b, <tool> and <tool_call",
         [("content", "A < b, <tool> and <tool_call")],
     ),
+    # Calls without markers
     Sample(
         "hermes",
         None,
-        '{"name": "clock", "arguments": {}}',
-        [("content", '{"name": "clock", "arguments": {}}')],
+        '```json\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n```',
+        [PARIS],
+    ),
+    Sample(
+        "hermes",
+        None,
+        'I will look.\n\n```json\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n```\nWait.',
+        [("content", "I will look."), PARIS, ("content", "Wait.")],
+    ),
+    Sample(
+        "hermes",
+        None,
+        '```\n[{"name": "clock", "parameters": {}}, {"name": "get_weather", "arguments": {"city": "Paris"}}]\n```',
+        [TIME, PARIS],
+    ),
+    Sample(
+        "hermes",
+        None,
+        '```tool_call\n{"name": "clock"}\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n',
+        [TIME, PARIS],
+    ),
+    Sample("hermes", None, '{"name": "get_weather", "arguments": {"city": "Paris"}}\n', [PARIS]),
+    Sample(
+        "hermes", None, '{"id": "1", "type": "function", "name": "clock", "arguments": {}}', [TIME]
+    ),
+    Sample("hermes", None, "```python\nprint(1)\n```", [("content", "```python\nprint(1)\n```")]),
+    Sample(
+        "hermes",
+        None,
+        '```json\n{"name": "other", "arguments": {}}\n```',
+        [("content", '```json\n{"name": "other", "arguments": {}}\n```')],
+    ),
+    Sample(
+        "hermes",
+        None,
+        '```json\n{"name": "clock", "x": 1}\n```',
+        [("content", '```json\n{"name": "clock", "x": 1}\n```')],
+    ),
+    Sample(
+        "hermes",
+        None,
+        '```json\n{"name": "clock", "arguments": {"a": 1',
+        [("content", '```json\n{"name": "clock", "arguments": {"a": 1')],
+    ),
+    Sample(
+        "hermes",
+        None,
+        '```json\n{"name": "clock", "arguments": "a"}\n```',
+        [("content", '```json\n{"name": "clock", "arguments": "a"}\n```')],
+    ),
+    Sample(
+        "hermes",
+        None,
+        '{"name": "clock"} is a call.',
+        [("content", '{"name": "clock"} is a call.')],
+    ),
+    Sample(
+        "hermes",
+        None,
+        '```json\n{"name": "clock"} is a call.\n```',
+        [("content", '```json\n{"name": "clock"} is a call.\n```')],
     ),
     Sample(
         "hermes",

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from headrace.server.output_parsers import lark
 from headrace.server.output_parsers.formats import TOOL_CALL_FORMATS
 from headrace.server.output_parsers.reasoning_formats import REASONING_FORMATS
 from headrace.server.output_parsers.text_reader import SPACE
@@ -150,6 +151,15 @@ class TestEveryFormat:
     @pytest.mark.parametrize("format_", sorted(TOOL_CALL_FORMATS.keys() - {"harmony"}))
     def test_grammar_of_one_call(self, format_: str) -> None:
         assert verdict(grammar_of(format_, parallel=False), EXAMPLES[format_]) == "refused"
+
+    @pytest.mark.parametrize("format_", sorted(TOOL_CALL_FORMATS.keys() - {"harmony"}))
+    def test_grammar_bounds_the_number_of_calls(self, format_: str) -> None:
+        """A small model would repeat one call until its tokens are used up."""
+        assert f"{{0,{lark.MAX_CALLS - 1}}}" in grammar_of(format_)
+        call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+        calls = [call] * lark.MAX_CALLS
+        assert verdict(grammar_of("hermes"), "\n".join(calls)) == "whole"
+        assert verdict(grammar_of("hermes"), "\n".join([*calls, call])) == "refused"
 
     @pytest.mark.parametrize("format_", TOOL_CALL_FORMATS)
     def test_grammar_of_a_named_tool(self, format_: str) -> None:
