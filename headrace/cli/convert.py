@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.cli.arguments import add_calibration, add_model, add_threads
+from headrace.cli.terminal import print_stderr
 from headrace.errors import RequestError
 
 if TYPE_CHECKING:
@@ -92,7 +93,6 @@ def _write_folder(
     from headrace.convert.folder.writer import matrix_writer, plan_folder, write_folder
     from headrace.convert.matrices import quantisable
     from headrace.convert.methods import prepare_model, quantise_matrices
-    from headrace.measure.progress import track
     from headrace.planner.host import usable_cores
     from headrace.quant.format_names import named_format
     from headrace.quant.spec import PLAIN
@@ -123,9 +123,15 @@ def _write_folder(
         _step(on_progress, f"{args.method}: reading a text"),
     )
     matrices = quantise_matrices(
-        args.method, checkpoint.spec, model, plan.names, target, pieces, threads
+        args.method,
+        checkpoint.spec,
+        model,
+        plan.names,
+        target,
+        pieces,
+        threads,
+        _step(on_progress, f"{args.method}: quantising to {target.name}"),
     )
-    matrices = track(matrices, len(plan.names), f"to {target.name}", on_progress)
     write_folder(original, args.out, plan, model.tensors, matrices)
 
 
@@ -134,7 +140,10 @@ def _calibration(args: argparse.Namespace, checkpoint: "Checkpoint") -> list[lis
 
     if args.method == "rtn":
         return []
-    return calibration_pieces(checkpoint, args.calibration, args.length, args.calibration_tokens)
+    pieces = calibration_pieces(checkpoint, args.calibration, args.length, args.calibration_tokens)
+    if not sys.stderr.isatty():
+        print_stderr(f"{args.method}: reads {sum(map(len, pieces)):,} tokens of a text")
+    return pieces
 
 
 def _step(on_progress: "ProgressCallback", step: str) -> Callable[[float], None]:

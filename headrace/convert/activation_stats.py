@@ -1,6 +1,7 @@
 """Statistics of the inputs of matrices on a calibration text.
 
-Limited memory may need several readings of the text.
+The text is read a few layers at a time. Between them, the residual stream of all tokens is in a
+temporary file. So memory depends on the layers read together, not on the model.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,19 +12,25 @@ from headrace.backend.cpu import executable as cpu
 from headrace.config import KvConfig
 from headrace.convert.matrices import ProgressCallback
 from headrace.convert.scaling import gather_sources
+from headrace.convert.segments import Segment, cut_segments
 from headrace.convert.sequence_batch import num_blocks, sequence_batch
+from headrace.convert.spill_file import SpillFile
 from headrace.errors import FormatError
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.program.moe import Experts
-from headrace.program.op import Value
+from headrace.program.op import Op, Value
 from headrace.program.ops import Linear
 from headrace.program.trace import Program
 from headrace.quant.arrays import Floats
 from headrace.quant.formats import StoredTensor
 
-MEMORY = 2 << 30
-"""Bytes of sums in one reading."""
+MEMORY = 512 << 20
+"""Bytes of weights, activations and sums that are held at a time. One layer may need more."""
+_ROWS = 1024
+"""Rows of an input that are multiplied together."""
+_COLUMNS = 1024
+"""Columns of a block of a product. Blocks below the diagonal are mirrored."""
 
 
 def input_products(
@@ -42,21 +49,56 @@ def input_products(
     """
     program = trace_model(spec, tensors)
     readers = _readers(program, names)
-    passes = _passes(readers, memory)
     num_rows = np.float32(sum(map(len, pieces)))
+    sums: dict[Value, _ProductSum] = {}
 
-    for number, inputs in enumerate(passes):
-        sums = {value: np.zeros((value.width, value.width), np.float32) for value in inputs}
+    def add(value: Value, rows: Floats) -> None:
+        if value not in sums:
+            sums[value] = _ProductSum(value.width)
+        sums[value].add(rows)
 
-        def add(value: Value, rows: Floats, sums: dict[Value, Floats] = sums) -> None:
-            sums[value] += rows.T @ rows
+    def cost(value: Value) -> int:
+        return 4 * value.width * (value.width + 2 * _ROWS)
 
-        def on_pass_progress(done: float, number: int = number) -> None:
-            on_progress((number + done) / len(passes))
+    reading = _read(program, tensors, readers, pieces, threads, add, on_progress, memory, cost)
+    for value in reading:
+        products = sums.pop(value).products()
+        products /= num_rows
+        yield _check_finite(products, readers[value]), readers[value]
 
-        _run(program, tensors, inputs, pieces, threads, add, on_pass_progress)
-        for value in inputs:
-            yield _check_finite(sums.pop(value) / num_rows, readers[value]), readers[value]
+
+class _ProductSum:
+    """The sum of X^T X over the rows of an input X."""
+
+    def __init__(self, width: int) -> None:
+        self._sum = np.zeros((width, width), np.float32)
+        self._rows: list[Floats] = []
+        self._num_rows = 0
+
+    def add(self, rows: Floats) -> None:
+        self._rows.append(rows.copy())
+        self._num_rows += len(rows)
+        if self._num_rows >= _ROWS:
+            self._multiply()
+
+    def products(self) -> Floats:
+        """The sum [width, width]; call it once, at the end."""
+        if self._rows:
+            self._multiply()
+        sums = self._sum
+        for first in range(0, len(sums), _COLUMNS):
+            last = first + _COLUMNS
+            sums[last:, first:last] = sums[first:last, last:].T
+        return sums
+
+    def _multiply(self) -> None:
+        x = np.concatenate(self._rows)
+        for first in range(0, len(self._sum), _COLUMNS):
+            self._sum[first : first + _COLUMNS, first:] += (
+                x[:, first : first + _COLUMNS].T @ x[:, first:]
+            )
+        self._rows.clear()
+        self._num_rows = 0
 
 
 def input_column_stats(
@@ -67,6 +109,7 @@ def input_column_stats(
     pieces: list[list[int]],
     threads: int,
     on_progress: ProgressCallback,
+    memory: int = MEMORY,
 ) -> list[tuple[Floats, list[str]]]:
     """Compute numbers [cols] per input; `update(numbers, rows)` changes zeros in place.
 
@@ -79,8 +122,10 @@ def input_column_stats(
     def add(value: Value, rows: Floats) -> None:
         update(stats[value], rows)
 
-    _run(program, tensors, list(readers), pieces, threads, add, on_progress)
-    return [(_check_finite(stats[value], names), names) for value, names in readers.items()]
+    reading = _read(
+        program, tensors, readers, pieces, threads, add, on_progress, memory, lambda value: 0
+    )
+    return [(_check_finite(stats[value], readers[value]), readers[value]) for value in reading]
 
 
 def update_maxima(maxima: Floats, rows: Floats) -> None:
@@ -102,29 +147,82 @@ def _readers(program: Program, names: list[str]) -> dict[Value, list[str]]:
     return readers
 
 
-def _run(
+def _read(
     program: Program,
     tensors: Mapping[str, StoredTensor],
-    inputs: list[Value],
+    readers: Mapping[Value, list[str]],
     pieces: list[list[int]],
     threads: int,
     add: Callable[[Value, Floats], None],
     on_progress: ProgressCallback,
-) -> None:
-    blocks, groups = num_blocks(max(map(len, pieces))), len(program.kv_groups)
-    kept = frozenset(value.id for value in inputs)
-    kv = KvConfig((blocks,) * groups)
-    executable = cpu.CpuExecutable(
-        program, tensors, kv, threads, "", lower=cpu.lower_unfused, kept=kept
-    )
+    memory: int,
+    cost: Callable[[Value], int],
+) -> Iterator[Value]:
+    """Read the text, call `add` for the rows of each input, and yield the finished inputs."""
+    program = cpu.lower_unfused(program, tensors)
+    row_bytes = 4 * max(map(len, pieces))
 
-    for i, piece in enumerate(pieces):
-        # With logits for a part of the rows, the last layers would compute these rows alone.
-        executable.launch(sequence_batch(piece, 0, len(piece), len(piece), blocks, groups)).wait()
-        for value in inputs:
-            add(value, executable.value(value.id, len(piece)))
-        on_progress((i + 1) / len(pieces))
-    executable.close()
+    def op_cost(op: Op) -> int:
+        out = op.output()
+        weight_bytes = sum(weight.nbytes for weight in op.weights())
+        if out is None or out not in readers:
+            return weight_bytes
+        return weight_bytes + row_bytes * out.width + cost(out)
+
+    segments = cut_segments(program, list(readers), memory, op_cost)
+    hidden: SpillFile | None = None
+    for number, segment in enumerate(segments):
+        is_last = segment is segments[-1]
+        spill = None if is_last else SpillFile()
+
+        def on_piece(done: int, number: int = number) -> None:
+            on_progress((number + done / len(pieces)) / len(segments))
+
+        _run(segment, tensors, pieces, threads, add, hidden, spill, on_piece)
+        if hidden is not None:
+            hidden.close()
+        hidden = spill
+        yield from segment.inputs
+
+
+def _run(
+    segment: Segment,
+    tensors: Mapping[str, StoredTensor],
+    pieces: list[list[int]],
+    threads: int,
+    add: Callable[[Value, Floats], None],
+    hidden: SpillFile | None,
+    spill: SpillFile | None,
+    on_piece: Callable[[int], None],
+) -> None:
+    """Run the pieces through a segment, from the rows in `hidden` to the rows in `spill`."""
+    groups = len(segment.program.kv_groups)
+    blocks = num_blocks(max(map(len, pieces)))
+    kept = frozenset(value.id for value in (*segment.inputs, segment.result))
+    executable = cpu.CpuExecutable(
+        segment.program,
+        tensors,
+        KvConfig((blocks,) * groups),
+        threads,
+        "",
+        lower=cpu.lower_unfused,
+        kept=kept,
+    )
+    rows_before = None if hidden is None else iter(hidden)
+    try:
+        for i, piece in enumerate(pieces):
+            # If only some rows had logits, the last layers would compute these rows alone.
+            batch = sequence_batch(piece, 0, len(piece), len(piece), blocks, groups)
+            if rows_before is not None:
+                batch = batch._replace(inputs=next(rows_before))
+            executable.run(batch, batch.tokens)
+            for value in segment.inputs:
+                add(value, executable.value(value.id, len(piece)))
+            if spill is not None:
+                spill.add(executable.value(segment.result.id, len(piece)))
+            on_piece(i + 1)
+    finally:
+        executable.close()
 
 
 def _check_finite(stats: Floats, names: list[str]) -> Floats:
@@ -134,16 +232,3 @@ def _check_finite(stats: Floats, names: list[str]) -> Floats:
             "take another text, or another copy of the model"
         )
     return stats
-
-
-def _passes(inputs: Mapping[Value, list[str]], memory: int) -> list[list[Value]]:
-    passes: list[list[Value]] = []
-    free = 0
-    for value in inputs:
-        size = 4 * value.width * value.width
-        if not passes or size > free:
-            passes.append([])
-            free = memory
-        passes[-1].append(value)
-        free -= size
-    return passes

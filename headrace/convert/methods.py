@@ -3,7 +3,7 @@ from typing import Literal, NamedTuple, get_args
 
 from headrace.convert.activation_stats import input_column_stats, input_products, update_squares
 from headrace.convert.awq import awq
-from headrace.convert.gptq import gptq
+from headrace.convert.gptq import feedback, gptq
 from headrace.convert.matrices import (
     ProgressCallback,
     Target,
@@ -71,21 +71,57 @@ def quantise_matrices(
     target: Target,
     pieces: list[list[int]],
     threads: int,
+    on_progress: ProgressCallback,
 ) -> Matrices:
     """Yield the quantised matrices; GPTQ rounds experts to the nearest."""
-    to_nearest = names
+    on_progress(0.0)
+    by_gptq: list[str] = []
     if method == "gptq" and isinstance(target, QuantSpec):
         experts = expert_matrices(spec, model.tensors)
-        to_nearest = [name for name in names if name in experts]
         by_gptq = [name for name in names if name not in experts]
-        for products, readers in input_products(
-            spec, model.tensors, by_gptq, pieces, threads, lambda done: None
-        ):
-            for name in readers:
-                tensor = model.tensors[name]
-                rows = gptq(tensor.dequantise(), products, target)
-                yield name, quantised_matrix(tensor, target, [rows])
-                tensor.release()
-    for name in to_nearest:
-        yield name, round_matrix(model.tensors[name], target, model.importance.get(name))
-        model.tensors[name].release()
+        part = len(by_gptq) / len(names)
+        yield from _by_gptq(
+            spec,
+            model.tensors,
+            by_gptq,
+            target,
+            pieces,
+            threads,
+            lambda share: on_progress(part * share),
+        )
+    done, gptq_names = len(by_gptq), set(by_gptq)
+    for name in names:
+        if name not in gptq_names:
+            yield name, round_matrix(model.tensors[name], target, model.importance.get(name))
+            model.tensors[name].release()
+            done += 1
+            on_progress(done / len(names))
+
+
+def _by_gptq(
+    spec: ModelSpec,
+    tensors: Mapping[str, StoredTensor],
+    names: list[str],
+    target: QuantSpec,
+    pieces: list[list[int]],
+    threads: int,
+    on_progress: ProgressCallback,
+) -> Matrices:
+    # Reading and rounding take turns, so each counts as a half.
+    share_read, done = 0.0, 0
+
+    def on_read(share: float) -> None:
+        nonlocal share_read
+        share_read = share
+        on_progress((share_read + done / len(names)) / 2)
+
+    for products, readers in input_products(spec, tensors, names, pieces, threads, on_read):
+        correction = feedback(products)
+        del products
+        for name in readers:
+            tensor = tensors[name]
+            rows = gptq(tensor.dequantise(), correction, target)
+            yield name, quantised_matrix(tensor, target, [rows])
+            tensor.release()
+            done += 1
+            on_read(share_read)

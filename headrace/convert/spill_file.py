@@ -19,6 +19,9 @@ class SpillFile:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._file.close()
 
     def __len__(self) -> int:

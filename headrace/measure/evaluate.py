@@ -224,11 +224,17 @@ class _Evaluator:
             self._step(f"{name}: {method}"),
         )
         matrices = quantise_matrices(
-            method, spec, model, self._names, target, calibration, self._threads
+            method,
+            spec,
+            model,
+            self._names,
+            target,
+            calibration,
+            self._threads,
+            self._step(f"{name}: quantising"),
         )
         quantised = dict(model.tensors)
-        step = f"{name}: quantising"
-        quantised.update(track(matrices, len(self._names), step, self._on_progress))
+        quantised.update(matrices)
         return model.tensors, quantised
 
     def layer_errors(

@@ -25,7 +25,11 @@ def quantise(
     model = prepare_model(method, spec, tensors, names, to, pieces or [], threads, on_progress)
     return {
         **model.tensors,
-        **dict(quantise_matrices(method, spec, model, names, to, pieces or [], threads)),
+        **dict(
+            quantise_matrices(
+                method, spec, model, names, to, pieces or [], threads, lambda done: None
+            )
+        ),
     }
 
 

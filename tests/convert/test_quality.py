@@ -215,7 +215,9 @@ def test_eval_and_convert_commands_with_methods(
         )
         == 0
     )
-    assert capsys.readouterr().out.startswith(f"{out}: ")
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"{out}: ")
+    assert printed.err == f"{method}: reads 128 tokens of a text\n"
     assert main(["eval", str(out), *judged]) == 0
     (again,) = json.loads(capsys.readouterr().out)["rows"]
     assert (
