@@ -112,6 +112,7 @@ _SHARED = (
     "dtype",
     "eos_token_id",
     "pad_token_id",
+    "quantization",
     "quantization_config",
     "torch_dtype",
 )

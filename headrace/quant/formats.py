@@ -257,6 +257,7 @@ RAW_FORMATS: dict[str, Format] = {
         "I16": "<i2",
         "I32": "<i4",
         "I64": "<i8",
+        "U32": "<u4",
     }.items()
 } | {
     name: _numbers(name, 1, dq.look_up(values))

@@ -165,7 +165,7 @@ class TestHostileFiles:
             read_safetensors(path)
         assert "made.safetensors" in str(caught.value)
 
-    @pytest.mark.parametrize("dtype", ["F64", "U32", "F4", "C64", "nonsense"])
+    @pytest.mark.parametrize("dtype", ["F64", "F4", "C64", "nonsense"])
     def test_unsupported_dtype_names_tensor_and_dtype(self, tmp_path: Path, dtype: str) -> None:
         (tmp_path / "a.safetensors").write_bytes(build({"layer.w": entry([2], 0, 16, dtype)}))
         with pytest.raises(UnsupportedModelError, match=rf"layer\.w has dtype {dtype}"):

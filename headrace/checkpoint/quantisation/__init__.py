@@ -13,6 +13,7 @@ METHODS = {
     "fp8": (".fp8", "Fp8"),
     "gptq": (".gptq", "Gptq"),
     "hqq": (".hqq", "Hqq"),
+    "mlx": (".mlx", "Mlx"),
     "mxfp4": (".mxfp4", "Mxfp4"),
     "torchao": (".torchao", "TorchAo"),
 }

@@ -160,7 +160,11 @@ def copy_model_files(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
         if is_copied and path.is_file():
             shutil.copyfile(member(source, name), folder / name)
     opened, spec = open_folder(source), checkpoint.spec
-    config = {key: value for key, value in opened.config.items() if key != "quantization_config"}
+    config = {
+        key: value
+        for key, value in opened.config.items()
+        if key not in ("quantization_config", "quantization")
+    }
     is_tied = spec.tied_embeddings and spec.has_head
     if is_tied != opened.spec.tied_embeddings:
         config["tie_word_embeddings"] = is_tied
