@@ -60,7 +60,8 @@ class Folder:
         note = f"{self.path.name}: only the text model of {part.whole} is used"
         if not left_out:
             return note
-        return f"{note}; {len(left_out):,} tensors of {', '.join(modules(left_out))} are left out"
+        number = f"{len(left_out):,} tensor{'s' if len(left_out) > 1 else ''}"
+        return f"{note}; left out: {', '.join(modules(left_out))} ({number})"
 
 
 @frozen(eq=False)

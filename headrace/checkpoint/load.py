@@ -105,8 +105,14 @@ def _open_gguf(path: Path, is_absorbed: bool) -> Checkpoint:
             f"{path.name}: the file is a LoRA adapter; name its model, and the adapter with --lora "
             f"NAME={path.name}"
         )
+    architecture = file.metadata.string("general.architecture")
+    if architecture == "clip":
+        raise UnsupportedModelError(
+            f"{path.name}: the file is the vision tower of a multimodal model (mmproj); name the "
+            "GGUF file of its text model"
+        )
     layout = layout_of(
-        file.metadata.string("general.architecture"),
+        architecture,
         (family.gguf for family in FAMILIES.values()),
         file.metadata.where,
         lambda: file.tensors,

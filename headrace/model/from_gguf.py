@@ -108,7 +108,7 @@ def decoder_spec(
                 f"{architecture}.attention.value_length", ": it differs from key_length"
             )
     window = fields.integer(f"{architecture}.attention.sliding_window", 0)
-    embedding = tensors.get("token_embd.weight")
+    embedding = tensors.get("token_embd.weight") or tensors.get("output.weight")
     rope = rope_spec(fields, tensors, architecture, head_dim)
     is_rms = f"{architecture}.attention.layer_norm_epsilon" not in fields
     return ModelSpec(

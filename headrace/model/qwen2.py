@@ -22,9 +22,13 @@ def config_spec(config: Fields, architecture: str = "qwen2", *computed: str) -> 
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
+    name = fields.string("general.architecture", "qwen2").lower()
     # A GGUF file does not name the layers that have the window.
-    fields.require_neutral({"qwen2.attention.sliding_window": (0,)})
-    return from_gguf.decoder_spec(fields, tensors, "qwen2")
+    fields.require_neutral({f"{name}.attention.sliding_window": (0,)})
+    # Sections of rotary pairs count time, height and width, which are equal for text.
+    computed = ("rope.dimension_sections",) if name == "qwen2vl" else ()
+    spec = from_gguf.decoder_spec(fields, tensors, name, computed=computed)
+    return replace(spec, architecture="qwen2")
 
 
 QWEN2 = Family(
@@ -36,6 +40,6 @@ QWEN2 = Family(
         tensors=half_split(from_config.TENSORS),
     ),
     gguf=GgufLayout(
-        architectures=("qwen2",), spec=_gguf_spec, tensors=half_split(from_gguf.TENSORS)
+        architectures=("qwen2", "qwen2vl"), spec=_gguf_spec, tensors=half_split(from_gguf.TENSORS)
     ),
 )

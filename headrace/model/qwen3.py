@@ -29,7 +29,11 @@ def config_spec(config: Fields, architecture: str = "qwen3", *computed: str) -> 
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:
-    return replace(from_gguf.decoder_spec(fields, tensors, "qwen3"), qk_norm="head")
+    name = fields.string("general.architecture", "qwen3").lower()
+    # Sections of rotary pairs count time, height and width, which are equal for text.
+    computed = ("rope.dimension_sections",) if name == "qwen3vl" else ()
+    spec = from_gguf.decoder_spec(fields, tensors, name, computed=computed)
+    return replace(spec, architecture="qwen3", qk_norm="head")
 
 
 QWEN3 = Family(
@@ -41,6 +45,6 @@ QWEN3 = Family(
         tensors=half_split(from_config.TENSORS),
     ),
     gguf=GgufLayout(
-        architectures=("qwen3",), spec=_gguf_spec, tensors=half_split(from_gguf.TENSORS)
+        architectures=("qwen3", "qwen3vl"), spec=_gguf_spec, tensors=half_split(from_gguf.TENSORS)
     ),
 )

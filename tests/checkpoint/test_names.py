@@ -20,6 +20,8 @@ from headrace.errors import FormatError, RequestError, UnsupportedModelError
 from headrace.model import FAMILIES
 from headrace.quant.formats import StoredTensor
 from tests.backend.stored import random_stored
+from tests.checkpoint.conftest import metadata, write_tiny_gguf
+from tests.checkpoint.conftest import tensors as gguf_tensors
 from tests.fuzz.files import CONFIG, tensors
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -159,3 +161,35 @@ def test_equal_matrices(format: str) -> None:
 def test_a_configuration_without_an_architecture(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"names no architecture .*may be a subfolder"):
         opened(tmp_path, arrays(), architectures=None, model_type=None)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_gguf_files_of_text_models(family: str, tmp_path: Path) -> None:
+    """Sections of rotary pairs are equal for text."""
+    weights = gguf_tensors(len(metadata("llama")["tokenizer.ggml.tokens"]), biases=True)
+    norms = {
+        f"blk.{i}.attn_{part}_norm.weight": np.ones(16, np.float32) for i in (0, 1) for part in "qk"
+    }
+    if family == "qwen3":
+        weights = {
+            name: None if ".bias" in name else value for name, value in weights.items()
+        } | norms
+    want = open_checkpoint(write_tiny_gguf(tmp_path / "a", None, weights, family))
+    sections = {f"{family}vl.rope.dimension_sections": [2, 3, 3, 0]}
+    got = open_checkpoint(write_tiny_gguf(tmp_path / "b", sections, weights, f"{family}vl"))
+    assert got.spec == want.spec and got.tensors.keys() == want.tensors.keys()
+    sections = {f"{family}.rope.dimension_sections": [2, 3, 3, 0]}
+    with pytest.raises(UnsupportedModelError, match="dimension_sections"):
+        open_checkpoint(write_tiny_gguf(tmp_path / "c", sections, weights, family))
+
+
+def test_gguf_files_of_other_parts(tmp_path: Path) -> None:
+    tower = write_tiny_gguf(tmp_path / "mmproj.gguf", architecture="clip")
+    with pytest.raises(UnsupportedModelError, match=r"vision tower .*\(mmproj\); name the GGUF"):
+        open_checkpoint(tower)
+    embedding = gguf_tensors(len(metadata("llama")["tokenizer.ggml.tokens"]))["token_embd.weight"]
+    weights = {"token_embd.weight": None, "output.weight": embedding}
+    with pytest.raises(
+        FormatError, match=rf"token_embd.* missing; expected shape \[{len(embedding)}"
+    ):
+        open_checkpoint(write_tiny_gguf(tmp_path / "head.gguf", weights=weights))
