@@ -37,6 +37,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="format of a GGUF file: Q4_K_M, Q8_0, F16, ...; of a folder: int4-g64, int8-row, "
         "int4-g32-asym, w8a8, e4m3, nf4, bf16, ...",
     )
+    parser.add_argument(
+        "--merge-adapter",
+        metavar="PATH",
+        help="adapter that is merged into the weights first: a folder of PEFT or mlx-lm, a GGUF "
+        "file, or hf:ORG/REPO",
+    )
     add_calibration(parser)
     add_threads(parser.add_argument_group("compute"))
 
@@ -51,6 +57,12 @@ def run(args: argparse.Namespace) -> int:
     original = open_source_model(resolve(args.model))
     for note in original.checkpoint.notes:
         print(note, file=sys.stderr)
+    original_size = sum(tensor.nbytes for tensor in original.tensors.values())
+    if args.merge_adapter is not None:
+        from headrace.checkpoint.adapter import read_adapter
+        from headrace.convert.merge_adapter import merged
+
+        original = merged(original, read_adapter(resolve(args.merge_adapter), original.spec))
     with progress_bar() as on_progress:
         write = _write_gguf if args.out.suffix == ".gguf" else _write_folder
         write(args, original, on_progress)
@@ -59,7 +71,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"not written: {', '.join(unused)}", file=sys.stderr)
     files = [args.out] if args.out.is_file() else list(args.out.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
-    original_size = sum(tensor.nbytes for tensor in original.tensors.values())
     print(f"{args.out}: {size / 1e6:,.1f} MB; {args.model} has {original_size / 1e6:,.1f} MB")
     return 0
 

@@ -119,7 +119,7 @@ def only_low_rank(adapter: Adapter, backend: str) -> dict[str, LowRank]:
         raise UnsupportedModelError(
             "the adapter has weights of its own (whole modules, embeddings, biases or DoRA), which "
             f"{backend} do not support; merge it into the model with `headrace convert MODEL OUT "
-            "--merge-adapter PATH`"
+            "--to bf16 --merge-adapter PATH`"
         )
     return low_rank
 

@@ -13,10 +13,12 @@ from safetensors.numpy import save_file
 
 from headrace.checkpoint.adapter import read_adapter
 from headrace.checkpoint.load import open_checkpoint
+from headrace.cli.main import main
 from headrace.errors import FormatError, ModelError, ModelNotFoundError, UnsupportedModelError
 from headrace.model import FAMILIES
 from headrace.program.adapter import Adapter, LowRank, OwnWeight
 from headrace.quant.formats import StoredTensor
+from tests.fuzz.files import tiny_gguf
 from tests.tiny import tiny_model
 
 Floats = NDArray[np.float32]
@@ -324,3 +326,22 @@ def test_a_folder_with_a_gguf_adapter_names_it(tmp_path: Path) -> None:
 def test_unchanged_embeddings_are_not_stored_again() -> None:
     own = OwnWeight(values=StoredTensor.from_floats("x", TENSORS["embed"].dequantise()))
     assert own.keeps(TENSORS["embed"]) and not own.keeps(TENSORS["head"]) and not own.keeps(None)
+
+
+def test_conversion_merges_a_gguf_adapter_into_a_gguf_file(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(tiny_gguf("Q8_0", False))
+    base = open_checkpoint(tmp_path / "model.gguf")
+    rows, cols = base.tensors["layers.1.o"].shape
+    tensors = {
+        "blk.1.attn_output.weight.lora_a": matrix(RANK, cols),
+        "blk.1.attn_output.weight.lora_b": matrix(rows, RANK),
+    }
+    adapter = gguf_file(tmp_path / "adapter.gguf", tensors)
+    command = ["convert", str(tmp_path / "model.gguf"), str(tmp_path / "out.gguf"), "--to", "F32"]
+    assert main([*command, "--merge-adapter", str(adapter)]) == 0
+    merged = open_checkpoint(tmp_path / "out.gguf")
+    for name, tensor in merged.tensors.items():
+        want = base.tensors[name].dequantise()
+        if name == "layers.1.o":
+            want = want + 2.0 * matrix(rows, RANK) @ matrix(RANK, cols)
+        np.testing.assert_allclose(tensor.dequantise(), want, rtol=1e-2, atol=1e-2)

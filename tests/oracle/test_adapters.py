@@ -16,7 +16,10 @@ from headrace.backend import compile_program
 from headrace.batch import ints
 from headrace.checkpoint.adapter import read_adapter
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
+from headrace.cli.main import main
 from headrace.config import KvConfig
+from headrace.convert.merge_adapter import merged
+from headrace.convert.source_model import open_source_model
 from headrace.errors import FormatError, ModelError, ModelNotFoundError, UnsupportedModelError
 from headrace.model import trace_model
 from tests.backend.batches import Sequence, batch_of
@@ -197,6 +200,37 @@ def test_weights_of_an_adapter_are_those_of_peft(case: str, tmp_path: Path) -> N
     fast, fast_without = our_logits(checkpoint, tmp_path / "adapter", "cpu", groups)
     assert distance(fast, with_it) < 1e-4
     assert (fast_without == our_logits(checkpoint, None, "cpu", groups)[1]).all()
+
+
+MERGED = [
+    "DoRA of fused matrices",
+    "DoRA, columns first",
+    "norms",
+    "a head apart from a tied embedding",
+    "embedding and a tied head",
+    "tokens of a tie",
+    "all biases",
+]
+
+
+@pytest.mark.parametrize("case", MERGED)
+def test_conversion_merges_an_adapter(case: str, tmp_path: Path) -> None:
+    variant, options = OWN[case]
+    model = save_model(variant, tmp_path / "model")
+    want = logits_of(save_adapter(model, tmp_path / "adapter", **options), TOKENS)
+    command = ["convert", str(tmp_path / "model"), str(tmp_path / "out"), "--to", "f32"]
+    assert main([*command, "--merge-adapter", str(tmp_path / "adapter")]) == 0
+    groups = VARIANTS[variant].kv_groups
+    got, _ = our_logits(open_checkpoint(tmp_path / "out"), None, "reference", groups)
+    assert distance(got, want) < 1e-4
+
+
+def test_biases_that_files_lack_are_not_merged(tmp_path: Path) -> None:
+    variant, options = OWN["biases that the model lacks"]
+    save_adapter(save_model(variant, tmp_path / "model"), tmp_path / "adapter", **options)
+    source = open_source_model(tmp_path / "model")
+    with pytest.raises(UnsupportedModelError, match=r"the adapter has layers\.0\.down_bias"):
+        merged(source, read_adapter(tmp_path / "adapter", source.spec))
 
 
 @pytest.fixture(scope="module")
