@@ -26,9 +26,9 @@ def merged(source: SourceModel, adapter: Adapter) -> SourceModel:
     }
     if "head" in changes and spec.tied_embeddings:
         spec = replace(spec, tied_embeddings=False)
-    if missing := sorted(changes.keys() - tensor_shapes(spec).keys()):
+    if unknown := sorted(changes.keys() - tensor_shapes(spec).keys()):
         raise UnsupportedModelError(
-            f"the adapter has {missing[0]}, which files of a {spec.architecture} model with this "
+            f"the adapter has {unknown[0]}, which files of a {spec.architecture} model with this "
             "configuration do not have; load it as an adapter on the cpu backend"
         )
     tensors = dict(checkpoint.tensors)
