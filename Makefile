@@ -6,6 +6,7 @@ ROUNDS ?= 200
 WHEEL_PYTHONS ?= $(PYTHON)
 TRY_PYTHONS ?=
 CASES ?= 20000
+TEXTS ?= 5000
 PICTURES ?= build/page
 CUDA_PYTHON ?= python3.12
 PROMPT ?= How does a water wheel turn falling water into useful work?
@@ -20,7 +21,7 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
 export HEADRACE_ISAS ?= native
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help run test test-api test-arm test-clients test-cuda test-page test-ray test-triton soak soak-server cli fuzz gguf sanitize mutate lint format \
+.PHONY: help run test test-api test-arm test-clients test-cuda test-page test-ray test-tokenizers test-triton soak soak-server cli fuzz gguf sanitize mutate lint format \
 	bench bench-cuda cuda-bundle micro docs wheel clean
 
 help:
@@ -32,6 +33,7 @@ help:
 	@echo 'make test-cuda the tests of the GPU backend on a GPU, and what it promises, tried in real dimensions: benchmarks/cuda/checks.py'
 	@echo 'make test-page the page of the server in headless Chromium, with pictures in $(PICTURES)'
 	@echo 'make test-ray replicas on Ray, and what deploy/ has: needs the extra test-ray, 800 MB in .venv'
+	@echo 'make test-tokenizers the token ids of each kind of tokenizer against those of transformers and sentencepiece, on TEXTS=$(TEXTS) texts (QWEN=FILE, MINILM=FOLDER)'
 	@echo 'make test-triton the long form of the tests of the GPU backend, without a GPU, and all of its kernels compiled for an H100'
 	@echo 'make soak    2,000 rounds of interrupts, closes, forks, failures'
 	@echo 'make soak-server the server under load and faults, in an hour; `python benchmarks/soak SCENARIO`: one of them'
@@ -100,6 +102,9 @@ fuzz: .venv/.test
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
 
 # LLAMA_PYTHON: an interpreter that has llama-cpp-python, which else is compiled into .bench, in many minutes, for `make bench` as well.
+test-tokenizers: .venv/.test
+	$(BIN)/python -m tests.tokenizer_parity --texts $(TEXTS) $(if $(QWEN),--qwen $(QWEN)) $(if $(MINILM),--minilm $(MINILM))
+
 gguf: .venv/.test
 	PYTHONPATH=benchmarks TQDM_DISABLE=1 $(BIN)/python -m tests.llama_cpp $(if $(LLAMA_PYTHON),--python '$(LLAMA_PYTHON)')
 	$(BIN)/python -m tests.test_families_page

@@ -57,6 +57,8 @@ class Vocabulary:
     """GPT-2's byte alphabet, otherwise U+2581 for a space."""
     strip_space: bool = False
     """Encoding adds a space before the text, decoding removes it."""
+    word_part: str | None = None
+    """Mark of tokens that continue a word (WordPiece); all others begin with a space."""
     bos_id: int | None = None
     eos_id: int | None = None
     end_ids: frozenset[int] = frozenset()
@@ -103,7 +105,7 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_str(self._parsing.to_str())
             if self.vocabulary.byte_level:
                 backend.decoder = decoders.ByteLevel()
-            else:
+            elif self.vocabulary.word_part is None:
                 steps: list[decoders.Decoder] = [
                     decoders.Replace("\u2581", " "),
                     decoders.ByteFallback(),
@@ -217,6 +219,9 @@ class Tokenizer:
                 return bytes([_BYTE_OF[character] for character in token])
             except KeyError:
                 return token.encode()
+        if (mark := self.vocabulary.word_part) is not None:
+            is_part = token.startswith(mark)
+            return token.removeprefix(mark).encode() if is_part else f" {token}".encode()
         if byte := _BYTE_TOKEN.fullmatch(token):
             return bytes.fromhex(byte[1])
         return token.replace("\u2581", " ").encode()

@@ -2,6 +2,8 @@
 
 import logging
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, processors
@@ -27,6 +29,8 @@ _END_KEYS = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 END_LIST = "headrace.eos_token_ids"
 """Our key for a complete list of end tokens; `convert` writes it if the other keys say less."""
 
+PHI3_SPACE = "headrace.phi3_space"
+"""Our key for tokens that take white space as in Phi-3; `convert` writes it if names say else."""
 _PHI3 = re.compile(r"phi[ _-]?3")
 _PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
@@ -163,10 +167,7 @@ def _added_tokens(metadata: Metadata, tokens: list[str], types: list[int]) -> li
     Phi-3's tokenizer.json does, so the model's name decides, as in llama.cpp.
     """
     template = "" if END_LIST in metadata else metadata.string("tokenizer.chat_template", "")
-    name = metadata.string("general.name", "").lower()
-    is_phi3 = metadata.string(f"{_PREFIX}model") == "llama" and bool(
-        _PHI3.search(name) or metadata.string("general.architecture", "") == "phi3"
-    )
+    is_phi3 = metadata.flag(PHI3_SPACE, has_phi3_space(metadata))
     return [
         AddedToken(
             token,
@@ -177,6 +178,14 @@ def _added_tokens(metadata: Metadata, tokens: list[str], types: list[int]) -> li
         for token, kind in zip(tokens, types, strict=True)
         if kind in _ADDED
     ]
+
+
+def has_phi3_space(metadata: Mapping[str, Any]) -> bool:
+    """Whether the names in a file's metadata say that the tokenizer is that of Phi-3."""
+    if metadata[f"{_PREFIX}model"] != "llama":
+        return False
+    name, architecture = (metadata.get(f"general.{key}", "") for key in ("name", "architecture"))
+    return architecture == "phi3" or bool(_PHI3.search(str(name).lower()))
 
 
 def _byte_level_model(metadata: Metadata, vocab: dict[str, int], whole_words: bool) -> models.BPE:

@@ -2,6 +2,7 @@
 
 import codecs
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,13 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_buffer(text)
         check_growth(backend, _FILE)
         _make_deterministic(backend)
-        byte_level, strip_space = _spelling(backend)
+        spelling = _spelling(backend)
         size = backend.get_vocab_size()
         bos_id = _named_token(backend, config, model_config, "bos")
         eos_id = _named_token(backend, config, model_config, "eos")
     ends = [source.get("eos_token_id") for source in (model_config, generation)]
-    vocabulary = Vocabulary(
-        byte_level=byte_level,
-        strip_space=strip_space,
+    vocabulary = replace(
+        spelling,
         bos_id=bos_id,
         eos_id=eos_id,
         end_ids=frozenset(end for value in ends for end in _ids(value, size)),
@@ -60,12 +60,15 @@ def _make_deterministic(backend: tokenizers.Tokenizer) -> None:
         backend.model.dropout = None
 
 
-def _spelling(backend: tokenizers.Tokenizer) -> tuple[bool, bool]:
+def _spelling(backend: tokenizers.Tokenizer) -> Vocabulary:
+    """Return a vocabulary without ids."""
     state = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
     decoders: list[dict[str, Any]] = state.get("decoders", [state])
     kinds = {decoder.get("type") for decoder in decoders}
     if "ByteLevel" in kinds:
-        return True, False
+        return Vocabulary(byte_level=True)
+    if state.get("type") == "WordPiece":
+        return Vocabulary(byte_level=False, strip_space=True, word_part=state["prefix"])
     if not kinds & {"ByteFallback", "Metaspace"}:
         raise UnsupportedModelError(f"{_FILE}: decoder {state.get('type')} is not supported")
     strips = any(decoder.get("type") == "Strip" and decoder.get("start") for decoder in decoders)
@@ -73,7 +76,7 @@ def _spelling(backend: tokenizers.Tokenizer) -> tuple[bool, bool]:
         decoder.get("type") == "Metaspace" and decoder.get("prepend_scheme") != "never"
         for decoder in decoders
     )
-    return False, strips or metaspace
+    return Vocabulary(byte_level=False, strip_space=strips or metaspace)
 
 
 def _named_token(

@@ -13,9 +13,11 @@ from tokenizers import AddedToken, decoders, models
 
 from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.tokenizer import Tokenizer
+from headrace.checkpoint.tokenizer_gguf import tokenizer_from_gguf
 from headrace.checkpoint.tokenizer_hf import tokenizer_from_folder
 from headrace.errors import FormatError, RequestError
 from tests.checkpoint.conftest import byte_alphabet
+from tests.tokenizer_parity import ChangedMetadata
 
 PIECES = ["<|im_start|>", "<|im_end|>", "<|im_", "end|>", "user", "\n", " hi", "é", "  ", "1"]
 SEGMENTS = st.lists(st.tuples(st.sampled_from(PIECES), st.booleans()), max_size=8)
@@ -112,27 +114,11 @@ class TestPhi3:
         tokenizer = checkpoint.load_tokenizer()
         if architecture != "llama":
             # The architecture decides which tensors a file must have; only the tokenizer is here.
-            tokenizer = gguf_with(metadata, {"general.architecture": architecture})
+            changed = ChangedMetadata({"general.architecture": architecture}, metadata)
+            tokenizer = tokenizer_from_gguf(changed)
         newline, plain = tokenizer.encode("</s>\nhi"), tokenizer.encode("</s>hi")
         assert (newline == plain) == strips
         assert tokenizer.encode("<s>\nhi") != tokenizer.encode("<s>hi")
-
-
-def gguf_with(metadata: Any, change: dict[str, Any]) -> Tokenizer:
-    from headrace.checkpoint.gguf import Metadata
-    from headrace.checkpoint.tokenizer_gguf import tokenizer_from_gguf
-
-    class Changed(Metadata):
-        def __init__(self) -> None:
-            self.where = metadata.where
-
-        def __contains__(self, key: object) -> bool:
-            return key in change or key in metadata
-
-        def __getitem__(self, key: str) -> Any:
-            return change[key] if key in change else metadata[key]
-
-    return tokenizer_from_gguf(Changed())
 
 
 class TestOddVocabularies:

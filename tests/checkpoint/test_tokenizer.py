@@ -455,7 +455,7 @@ class TestHuggingFace:
             tokenizer_from_folder(tmp_path)
 
     def test_unsupported_decoder(self, tmp_path: Path) -> None:
-        backend = tokenizers.Tokenizer(models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
-        backend.decoder = decoders.WordPiece()
-        with pytest.raises(UnsupportedModelError, match="WordPiece"):
+        backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+        backend.decoder = decoders.CTC()
+        with pytest.raises(UnsupportedModelError, match="CTC"):
             tokenizer_from_folder(save(tmp_path, backend, {}))

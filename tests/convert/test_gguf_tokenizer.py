@@ -27,7 +27,7 @@ from headrace.checkpoint.gguf import Metadata, read_gguf
 from headrace.checkpoint.load import Checkpoint
 from headrace.checkpoint.pretokenizers import PRE_TOKENIZERS
 from headrace.checkpoint.tokenizer import Tokenizer
-from headrace.checkpoint.tokenizer_gguf import END_LIST, tokenizer_from_gguf
+from headrace.checkpoint.tokenizer_gguf import END_LIST, PHI3_SPACE, tokenizer_from_gguf
 from headrace.convert.gguf.header import gguf_file_layout, raw
 from headrace.convert.gguf.tokenizer import tokenizer_values
 from headrace.errors import FormatError, HeadraceError, UnsupportedModelError
@@ -289,6 +289,27 @@ class TestSentencePiece:
         values, found = again(checkpoint)
         assert values["tokenizer.ggml.add_space_prefix"] is False
         assert_same(checkpoint.load_tokenizer(), found, "Hello  there")
+
+    @pytest.mark.parametrize("name", ["Phi-3 mini", "tiny"])
+    @pytest.mark.parametrize("takes_space", [True, False])
+    def test_white_space_after_control_tokens(
+        self, sentencepiece: dict[str, Any], tmp_path: Path, name: str, takes_space: bool
+    ) -> None:
+        """Phi-3 has it, and llama.cpp knows that by name. Otherwise the file says it."""
+        added = [
+            token | {"rstrip": takes_space and token["content"] not in ("<s>", "<unk>")}
+            for token in sentencepiece["added_tokens"]
+        ]
+        state = json.dumps(sentencepiece | {"added_tokens": added})
+        checkpoint = save(tmp_path, state, bos_token="<s>", eos_token="</s>")
+        checkpoint = replace(checkpoint, spec=replace(checkpoint.spec, name=name))
+        values = tokenizer_values(checkpoint)
+        is_as_named = takes_space == (name == "Phi-3 mini")
+        assert values.get(PHI3_SPACE) == (None if is_as_named else takes_space)
+        metadata = read(values | {"general.name": name}, tmp_path / "made.gguf")
+        found, ours = tokenizer_from_gguf(metadata), checkpoint.load_tokenizer()
+        assert_same(ours, found, "a</s>  \nb<s> c")
+        assert (ours.encode("</s> b") == ours.encode("</s>b")) == takes_space
 
     def test_without_bos(self, sentencepiece: dict[str, Any], tmp_path: Path) -> None:
         """llama.cpp defaults to token 1."""

@@ -96,6 +96,10 @@ def use_tokenizer(tokenizer: Tokenizer) -> None:
         for special in (False, True):
             ids = tokenizer.encode(text, add_special=special, parse_special=special)
             tokenizer.decode(ids[:1000], skip_special=not special)
+        tokenizer.has_control_token(text)
+        for border in (0, 1, len(text) // 2):
+            segments = [(text[:border], True), (text[border:], False), (text, True)]
+            tokenizer.decode(tokenizer.encode_segments(segments)[:1000])
     for token in (0, 1, tokenizer.vocab_size - 1, tokenizer.vocab_size, 2**31, -1):
         tokenizer.token_bytes(token)
     json.dumps([tokenizer.bos_token, tokenizer.eos_token, sorted(tokenizer.eos_ids)])

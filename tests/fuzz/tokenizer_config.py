@@ -1,4 +1,6 @@
-"""`tokenizer_config.json`: special tokens, and chat templates."""
+"""`tokenizer_config.json`, `config.json` and `generation_config.json`: special tokens, ends, chat
+templates.
+"""
 
 import json
 import random
@@ -24,11 +26,14 @@ ORIGINALS: list[dict[str, Any]] = [
         "eos_token": "</s>",
         "unk_token": "<unk>",
         "add_bos_token": True,
+        "eos_token_id": [2, 1],
         "chat_template": "{{ messages[0].content }}",
     },
     {
         "bos_token": _BOS,
         "eos_token": {"content": "new"},
+        "bos_token_id": 1,
+        "eos_token_id": 2,
         "chat_template": [{"name": "default", "template": "a"}, {"name": "rag"}],
     },
 ]
@@ -46,6 +51,7 @@ def run(case: bytes) -> None:
     path = scratch() / "configured"
     path.mkdir(exist_ok=True)
     (path / "tokenizer.json").write_text(json.dumps(valid_inputs()[1]))
-    (path / "tokenizer_config.json").write_bytes(case)
+    for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
+        (path / name).write_bytes(case)
     chat_template(path)
     use_tokenizer(tokenizer_from_folder(path))

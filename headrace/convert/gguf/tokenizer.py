@@ -15,7 +15,12 @@ from headrace.checkpoint.gguf import read_gguf
 from headrace.checkpoint.load import Checkpoint
 from headrace.checkpoint.pretokenizers import PRE_TOKENIZERS
 from headrace.checkpoint.tokenizer import Tokenizer
-from headrace.checkpoint.tokenizer_gguf import END_LIST, tokenizer_from_gguf
+from headrace.checkpoint.tokenizer_gguf import (
+    END_LIST,
+    PHI3_SPACE,
+    has_phi3_space,
+    tokenizer_from_gguf,
+)
 from headrace.convert.gguf.header import gguf_file_layout, raw
 from headrace.convert.source_model import gguf_layout
 from headrace.errors import HeadraceError, UnsupportedModelError
@@ -74,6 +79,9 @@ def tokenizer_values(checkpoint: Checkpoint) -> dict[str, Any]:
         # The writer reports a template that is not valid Unicode.
         "tokenizer.chat_template": template.encode(errors="replace").decode(),
     }
+    takes_space = any(token["rstrip"] for token in state["added_tokens"])
+    if takes_space != has_phi3_space(named | of_model):
+        named[PHI3_SPACE] = takes_space
     # Names and keys of llama.cpp say too much or too little about some lists of end tokens.
     if _read(named | of_model).eos_ids != tokenizer.eos_ids:
         named[END_LIST] = np.array(sorted(tokenizer.eos_ids), np.int32)
