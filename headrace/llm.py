@@ -72,6 +72,7 @@ class BaseLLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
+        sanitize_control_tokens: bool = True,
     ) -> str | list[int]:
         """Render a conversation with the model's chat template, to token ids or to text.
 
@@ -87,6 +88,7 @@ class BaseLLM:
             continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
             chat_template=chat_template,
+            sanitize_control_tokens=sanitize_control_tokens,
         )
         return list(prompt.token_ids) if tokenize else prompt.text or ""
 

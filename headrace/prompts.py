@@ -1,12 +1,13 @@
 """Turns prompts, which are text, token ids or conversations, into token ids."""
 
 import reprlib
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, TypedDict, TypeGuard, Unpack
 
 from headrace.checkpoint.named_tokens import NamedTokens
-from headrace.checkpoint.templates import Renderer
+from headrace.checkpoint.templates import Renderer, Rendering
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.errors import RequestError
 from headrace.messages import is_message, normalise_messages, plain
@@ -97,12 +98,16 @@ class PromptReader:
         self._renderer.close()
 
     def read(
-        self, prompt: Prompt | Sequence[Message], **text_options: Unpack[TextOptions]
+        self,
+        prompt: Prompt | Sequence[Message],
+        *,
+        sanitize_control_tokens: bool = True,
+        **text_options: Unpack[TextOptions],
     ) -> TokenizedPrompt:
         """Read a prompt with `read_prompt`, or a conversation with `read_chat`."""
         if isinstance(prompt, str | Mapping):
             return self.read_prompt(prompt, **text_options)
-        return self.read_chat(prompt)
+        return self.read_chat(prompt, sanitize_control_tokens=sanitize_control_tokens)
 
     def read_prompt(
         self, prompt: Prompt, *, add_special_tokens: bool = True, parse_special: bool = True
@@ -143,6 +148,7 @@ class PromptReader:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
+        sanitize_control_tokens: bool = True,
         places: Sequence[str] | None = None,
     ) -> TokenizedPrompt:
         """Render a conversation with the model's chat template, and tokenise it.
@@ -159,19 +165,55 @@ class PromptReader:
             raise RequestError(
                 "a conversation must be a list of messages, each with a role and content"
             )
+        if not isinstance(sanitize_control_tokens, bool):
+            raise RequestError(
+                "sanitize_control_tokens must be true or false, not "
+                f"{reprlib.repr(sanitize_control_tokens)}"
+            )
         conversation = normalise_messages(messages, places)
-        text = self._renderer.render(
+        values = {
+            "tools": _plain_list(tools, "tools"),
+            "documents": _plain_list(documents, "documents"),
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        rendering = self._renderer.render(
             template,
             conversation,
             named_tokens=self._named_tokens,
-            tools=_plain_list(tools, "tools"),
-            documents=_plain_list(documents, "documents"),
             add_generation_prompt=add_generation_prompt and not continue_final_message,
-            chat_template_kwargs=chat_template_kwargs,
+            traces=sanitize_control_tokens,
+            continues=continue_final_message,
+            **values,
         )
+        text = rendering.text
         if continue_final_message:
-            text = _cut_after_content(text, conversation[-1])
-        return self._tokenize(text, add_special=False, parse_special=True)
+            end = rendering.end
+            text = _cut_after_content(text, conversation[-1]) if end is None else text[:end]
+        self._check_size(text)
+        if sanitize_control_tokens:
+            values["messages"] = conversation
+            return TokenizedPrompt(self._encode_rendering(text, rendering, values), text)
+        return TokenizedPrompt(self._tokenizer.encode(text, add_special=False), text)
+
+    def _encode_rendering(self, text: str, rendering: Rendering, values: object) -> list[int]:
+        """Encode a text in which the control tokens that values contain stay text."""
+        inserted, unknown = _Spans(rendering.inserted), _Spans(rendering.unknown)
+
+        def is_text(start: int, end: int) -> bool:
+            return inserted.touch(start, end) or (
+                unknown.touch(start, end) and _contains(values, text[start:end])
+            )
+
+        tokens, has_text = self._tokenizer.control_tokens(text, is_text)
+        if not has_text:
+            return self._tokenizer.encode(text, add_special=False)
+        segments = []
+        start = 0
+        for token_start, token_end in tokens:
+            segments.append((text[start:token_start], False))
+            segments.append((text[token_start:token_end], True))
+            start = token_end
+        return self._tokenizer.encode_segments([*segments, (text[start:], False)])
 
     def _choose_template(self, chosen: str | None, has_tools: bool) -> str:
         templates = self.templates
@@ -192,6 +234,15 @@ class PromptReader:
         raise RequestError(f"chat_template {fault}; {self._model} has {', '.join(templates)}")
 
     def _tokenize(self, text: str, add_special: bool, parse_special: bool) -> TokenizedPrompt:
+        self._check_size(text)
+        ids = self._tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
+        bos_id = self._tokenizer.bos_id
+        if add_special and ids[:2] == [bos_id] * 2 and self._tokenizer.prefix_ids == (bos_id,):
+            # The text is a rendered conversation, which begins with its own BOS.
+            del ids[0]
+        return TokenizedPrompt(ids, text)
+
+    def _check_size(self, text: str) -> None:
         context = self.max_model_len
         size = len(text.encode(errors="surrogatepass"))
         if not size:
@@ -201,12 +252,6 @@ class PromptReader:
             raise RequestError(
                 f"the prompt has {size:,} bytes, more than a context of {context:,} tokens can hold"
             )
-        ids = self._tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
-        bos_id = self._tokenizer.bos_id
-        if add_special and ids[:2] == [bos_id] * 2 and self._tokenizer.prefix_ids == (bos_id,):
-            # The text is a rendered conversation, which begins with its own BOS.
-            del ids[0]
-        return TokenizedPrompt(ids, text)
 
     @cached_property
     def _max_token_bytes(self) -> int:
@@ -230,6 +275,28 @@ def _cut_after_content(text: str, message: Message) -> str:
             "unchanged"
         )
     return text[: start + len(content)]
+
+
+class _Spans:
+    """Sorted spans of characters that do not overlap."""
+
+    def __init__(self, spans: Sequence[Sequence[int]]) -> None:
+        self._starts = [start for start, _ in spans]
+        self._ends = [end for _, end in spans]
+
+    def touch(self, start: int, end: int) -> bool:
+        """Return whether a span has characters from `start` to before `end`."""
+        i = bisect_right(self._ends, start)
+        return i < len(self._starts) and self._starts[i] < end
+
+
+def _contains(value: object, text: str) -> bool:
+    """Return whether a JSON value has `text` in a text or a key."""
+    if isinstance(value, str):
+        return text in value
+    if isinstance(value, Mapping):
+        return any(_contains(item, text) for pair in value.items() for item in pair)
+    return isinstance(value, Sequence) and any(_contains(item, text) for item in value)
 
 
 def _plain_list(value: Any, field: str) -> Any:

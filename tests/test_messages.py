@@ -191,7 +191,7 @@ def closed() -> Iterator[None]:
 @pytest.mark.parametrize("form", FORMS)
 def test_message_forms(form: str) -> None:
     template, messages, expected = FORMS[form]
-    text = RENDERER.render(template, normalise_messages(messages), named_tokens={})
+    text = RENDERER.render(template, normalise_messages(messages), named_tokens={}).text
     assert text == expected
 
 
@@ -261,7 +261,7 @@ def test_named_tokens_of_a_folder(tmp_path: Path, special: dict[str, Any], expec
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(NAMED))
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
     tokens = named_tokens(tmp_path, tiny_tokenizer())
-    assert RENDERER.render(TOKENS, [], named_tokens=tokens) == expected
+    assert RENDERER.render(TOKENS, [], named_tokens=tokens).text == expected
 
 
 TOKENS = (

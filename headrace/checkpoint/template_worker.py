@@ -15,7 +15,7 @@ import sys
 import textwrap  # noqa: F401
 import time
 import unicodedata  # noqa: F401
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
@@ -23,19 +23,33 @@ from html import unescape  # noqa: F401
 from typing import Any, BinaryIO, NoReturn
 
 import jinja2.debug  # noqa: F401
-from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError
 from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from headrace.checkpoint.template_needs import TemplateNeeds
+from headrace.checkpoint.template_sandbox import compile_template
+from headrace.checkpoint.template_text import (
+    CONTINUED,
+    INSERTED,
+    LITERAL,
+    UNKNOWN,
+    TracedText,
+    concat,
+    spans,
+    traced_value,
+)
 
 _MAX_TEMPLATE = 1 << 20
 _MAX_OUTPUT = 4 << 20
 _MAX_MESSAGE = 1000
 _HEAD = 4
 """Bytes of a frame's length, little endian."""
+_ROLES = frozenset(
+    "system developer user assistant tool function ipython observation environment model".split()
+)
+"""Roles that no user writes."""
+_now = datetime.now()
+"""The same time in all renderings of a request."""
 
 
 class _Refusal(Exception):
@@ -47,8 +61,8 @@ class _Refusal(Exception):
 def serve(seconds: int, memory: int) -> None:
     """Render until stdin ends, with `seconds` of CPU time per frame and `memory` bytes.
 
-    `{"template": ...}` has no response. `{"names": ...}` gets `{"text": ...}`, or `{"blame":
-    "template" or "messages", "message": ...}`.
+    `{"template": ...}` has no response. `{"names": ...}` gets the result of `render`, or
+    `{"blame": "template" or "messages", "message": ...}`.
     """
     # Load the time zone and the codec of string literals while files can be opened.
     time.localtime()
@@ -68,7 +82,7 @@ def serve(seconds: int, memory: int) -> None:
         try:
             request = json.loads(frame)
             if "names" in request:
-                _respond({"text": render(template, request["tokens"], request["names"])})
+                _respond(render(template, request))
             else:
                 template = request["template"]
                 # Rendering reports the error again.
@@ -89,7 +103,7 @@ def _limit(limit: int, value: int) -> None:
     resource.setrlimit(limit, (value, maximum))
 
 
-def _respond(response: dict[str, str]) -> None:
+def _respond(response: dict[str, Any]) -> None:
     raw = json.dumps(response).encode()
     sys.stdout.buffer.write(len(raw).to_bytes(_HEAD, "little") + raw)
     sys.stdout.buffer.flush()
@@ -100,11 +114,56 @@ def _frames(stream: BinaryIO) -> Iterator[bytes]:
         yield stream.read(int.from_bytes(head, "little"))
 
 
-def render(template: str, tokens: dict[str, Any], names: dict[str, Any]) -> str:
-    """Raises _Refusal or MemoryError."""
-    needs = _needs(template, json.dumps(tokens))
-    messages = needs.adapt(names["messages"])
-    return _generate(_compile(template), tokens | names | {"messages": messages})
+def render(template: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Return the text, and the origins of its characters if the request traces them.
+
+    Raises _Refusal or MemoryError.
+    """
+    global _now
+    _now = datetime.now()
+    tokens, names = request["tokens"], request["names"]
+    messages = _needs(template, json.dumps(tokens)).adapt(names["messages"])
+    text = _generate(_compile(template), tokens | names | {"messages": messages})
+    if not request["traces"]:
+        return {"text": text}
+    traced = _trace(template, tokens, names | {"messages": messages}, request["continues"])
+    if traced != text:
+        # The template has a value that is never the same twice.
+        traced = TracedText(text)
+    continued = spans(traced, CONTINUED)
+    return {
+        "text": text,
+        "inserted": spans(traced, INSERTED + CONTINUED),
+        "unknown": spans(traced, UNKNOWN),
+        "end": continued[-1][1] if continued else None,
+    }
+
+
+def _trace(
+    template: str, tokens: dict[str, Any], names: dict[str, Any], continues: bool
+) -> TracedText:
+    values = traced_value(names)
+    for message in values["messages"]:
+        role = message.get("role")
+        # Some templates make a control token of a role: '<|' + message.role + '|>'.
+        if isinstance(role, str) and (
+            role in _ROLES or f"'{role}'" in template or f'"{role}"' in template
+        ):
+            message["role"] = TracedText(role, LITERAL)
+    if continues and values["messages"]:
+        last = values["messages"][-1]
+        if isinstance(last.get("content"), list) and last["content"]:
+            part = last["content"][-1]
+            part["text"] = TracedText(part["text"], CONTINUED)
+        elif isinstance(last.get("content"), str):
+            last["content"] = TracedText(last["content"], CONTINUED)
+    try:
+        compiled = _compile(template, True)
+        return concat(compiled.generate(**(traced_value(tokens, LITERAL) | values)))
+    except MemoryError:
+        raise
+    except Exception:
+        return TracedText("")
 
 
 @lru_cache(maxsize=1)
@@ -140,45 +199,16 @@ def _generate(compiled: Template, names: dict[str, Any]) -> str:
     return "".join(parts)
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        """Access to hidden attributes is an error, not an empty string."""
-        raise SecurityError(f"access to {attribute!r} of {type(obj).__name__!r} is not allowed")
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}` marks text for training; its body has a scope of its own."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("body"), [], [], body).set_lineno(line)
-
-    def body(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
-@lru_cache(maxsize=1)
-def _compile(template: str) -> Template:
+@lru_cache(maxsize=2)
+def _compile(template: str, is_traced: bool = False) -> Template:
     if len(template) > _MAX_TEMPLATE:
         raise _Refusal(
             "template",
             f"chat template of {len(template):,} characters, more than {_MAX_TEMPLATE:,}",
         )
-    environment = _Sandbox(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"],
-    )
-    # Chat templates do not expect jinja2's other globals.
-    for name in ("lipsum", "cycler", "joiner"):
-        del environment.globals[name]
-    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
-    environment.filters["tojson"] = _tojson
+    functions = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     try:
-        return environment.from_string(template)
+        return compile_template(template, functions, is_traced)
     except TemplateSyntaxError as error:
         raise _Refusal(
             "template", f"chat template, line {error.lineno}: {error.message}"
@@ -202,16 +232,4 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return _now.strftime(layout)

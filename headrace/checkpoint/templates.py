@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.checkpoint.named_tokens import NamedTokens
 from headrace.errors import ClosedError, FormatError, RequestError
@@ -35,6 +35,18 @@ _MAIN = (
     "from headrace.checkpoint.template_worker import serve; serve(int(sys.argv[1]), "
     "int(sys.argv[2]))"
 )
+
+
+class Rendering(NamedTuple):
+    """A rendered conversation. Spans are start and end of characters."""
+
+    text: str
+    inserted: Sequence[Sequence[int]] = ()
+    """Spans of messages, tools, documents and other values of the caller."""
+    unknown: Sequence[Sequence[int]] = ()
+    """Spans that the template made of values or of its own text."""
+    end: int | None = None
+    """End of the last message's content, if the template copies it."""
 
 
 class Renderer:
@@ -61,13 +73,16 @@ class Renderer:
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Render a conversation; encode it with `parse_special` and without `add_special`.
+        traces: bool = False,
+        continues: bool = False,
+    ) -> Rendering:
+        """Render a conversation; encode it without `add_special`.
 
         `named_tokens` are the tokenizer's, such as `bos_token`. `chat_template_kwargs`
-        are further names, such as `enable_thinking`. Raises FormatError for a malformed
-        or forbidden template, ClosedError, and RequestError for refused messages and
-        above 4 MB, 2 s or 512 MB.
+        are further names, such as `enable_thinking`. `traces` asks for the origins of
+        characters, `continues` for the end of the last message's content. Raises
+        FormatError for a malformed or forbidden template, ClosedError, and RequestError
+        for refused messages and above 4 MB, 2 s or 512 MB.
         """
         more_names = {} if chat_template_kwargs is None else chat_template_kwargs
         if not isinstance(more_names, Mapping):
@@ -97,7 +112,14 @@ class Renderer:
         if reserved := sorted(reserved_names & more_names.keys()):
             raise RequestError(f"chat_template_kwargs may not replace {', '.join(reserved)}")
 
-        request = _frame({"tokens": dict(named_tokens), "names": names | dict(more_names)})
+        request = _frame(
+            {
+                "tokens": dict(named_tokens),
+                "names": names | dict(more_names),
+                "traces": traces or continues,
+                "continues": continues,
+            }
+        )
         if len(request) > _MAX_REQUEST:
             raise RequestError(
                 f"the conversation has {len(request):,} bytes, more than the limit of "
@@ -107,7 +129,7 @@ class Renderer:
         with self._lock:
             response = self._exchange(template, request)
         if "text" in response:
-            return str(response["text"])
+            return Rendering(**response)
         error = FormatError if response["blame"] == "template" else RequestError
         raise error(response["message"])
 

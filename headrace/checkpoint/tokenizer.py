@@ -3,7 +3,7 @@
 import codecs
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
@@ -158,6 +158,25 @@ class Tokenizer:
         ids = self._encode(marking.backend, "".join(parts), add_special)
         return [marking.real_ids.get(token_id, token_id) for token_id in ids]
 
+    def control_tokens(
+        self, text: str, is_text: Callable[[int, int], bool]
+    ) -> tuple[list[tuple[int, int]], bool]:
+        """Find control tokens from left to right, and return their start and end.
+
+        `is_text` gets start and end of a name, and says whether the name is text. The second
+        result is whether any name is text.
+        """
+        spans, has_text, start = [], False, 0
+        while match := self._marking.names.search(text, start):
+            start = match.end()
+            if match[0] not in self._marking.special:
+                continue
+            if is_text(*match.span()):
+                has_text, start = True, match.start() + 1
+            else:
+                spans.append(match.span())
+        return spans, has_text
+
     @cached_property
     def _marking(self) -> "_Marking":
         with library_calls("the tokenizer"):
@@ -262,8 +281,8 @@ class _Marking:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         added = backend.get_added_tokens_decoder()
         self._marker = secrets.token_hex(16)
-        self._special = {token.content for token in added.values() if token.special}
-        self._names = _any_of(token.content for token in added.values())
+        self.special = {token.content for token in added.values() if token.special}
+        self.names = _any_of(token.content for token in added.values())
 
         self.backend = _without_special_parsing(backend)
         self.real_ids: dict[int, int] = {}
@@ -281,10 +300,10 @@ class _Marking:
 
     def mark(self, text: str) -> str:
         """Put the marker before each control token of a text."""
-        return self._names.sub(self._marked, text)
+        return self.names.sub(self._marked, text)
 
     def _marked(self, match: re.Match[str]) -> str:
-        return self._marker + match[0] if match[0] in self._special else match[0]
+        return self._marker + match[0] if match[0] in self.special else match[0]
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -38,6 +38,15 @@ def add_backend(parser: Arguments) -> None:
     )
 
 
+def add_sanitize_control_tokens(group: Arguments) -> None:
+    group.add_argument(
+        "--sanitize-control-tokens",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="control tokens in messages and tools as text, so that only the template opens turns",
+    )
+
+
 def add_threads(parser: Arguments) -> None:
     parser.add_argument(
         "--threads",

@@ -17,6 +17,7 @@ from headrace.cli.arguments import (
     add_kv_dtype,
     add_parallel,
     add_rope,
+    add_sanitize_control_tokens,
     add_threads,
     engine_options,
 )
@@ -39,6 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--model", default=DEFAULT_MODEL, metavar="MODEL", help="model, as for `headrace run`"
     )
+    add_sanitize_control_tokens(model)
     model.add_argument(
         "--ignore-advised-sampling",
         action="store_true",
@@ -86,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(
         model_name=model_name(args.model),
         ignore_advised_sampling=args.ignore_advised_sampling,
+        sanitize_control_tokens=args.sanitize_control_tokens,
         max_waiting=_MAX_WAITING,
         request_timeout=_NO_TIMEOUT,
     )

@@ -31,6 +31,7 @@ from headrace.cli.arguments import (
     add_model,
     add_parallel,
     add_rope,
+    add_sanitize_control_tokens,
     add_threads,
 )
 from headrace.config import INTERACTIVE, AcceptanceMethod, EngineConfig
@@ -116,6 +117,7 @@ def _add_prompt_options(group: Arguments) -> None:
         ("--parse-special", "with --raw: names of control tokens in the prompt as these tokens"),
     ):
         group.add_argument(name, action=argparse.BooleanOptionalAction, default=True, help=text)
+    add_sanitize_control_tokens(group)
     group.add_argument(
         "--json",
         action="store_true",
@@ -236,6 +238,7 @@ def run(args: argparse.Namespace) -> int:
         _adapter(args.lora),
         add_special_tokens=args.add_special_tokens,
         parse_special=args.parse_special,
+        sanitize_control_tokens=args.sanitize_control_tokens,
     ) as session:
         if prompt is None:
             from headrace.cli.chat import Chat

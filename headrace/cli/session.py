@@ -31,9 +31,12 @@ class Session:
         model: str,
         config: EngineConfig,
         adapter: tuple[str, str] | None = None,
+        *,
+        sanitize_control_tokens: bool = True,
         **text_options: Unpack[TextOptions],
     ) -> None:
         self._text_options = text_options
+        self._sanitizes = sanitize_control_tokens
         self._engine, self._prompts, _, self._checkpoint = load_model(model, config)
         self.config = self._engine.config
         # All objects of the model stay, so the collector need not visit them, at exit either.
@@ -74,7 +77,9 @@ class Session:
         Raises RequestError if the prompt exceeds the context, and the error of a failed
         request.
         """
-        token_ids, text = self._prompts.read(prompt, **self._text_options)
+        token_ids, text = self._prompts.read(
+            prompt, sanitize_control_tokens=self._sanitizes, **self._text_options
+        )
         request_id = self._engine.add_request(
             token_ids, params, RequestOptions(adapter=self._adapter_name), prompt=text
         )

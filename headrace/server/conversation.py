@@ -180,6 +180,7 @@ def _render(state: ServerState, conversation: Conversation, choice: ToolChoice) 
         continue_final_message=conversation.continue_final_message,
         chat_template_kwargs=template_kwargs or None,
         chat_template=conversation.chat_template,
+        sanitize_control_tokens=state.settings.sanitize_control_tokens,
         places=conversation.places,
     )
 

@@ -34,6 +34,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the model's reasoning format; None detects it from the chat template."""
     ignore_advised_sampling: bool = False
     """Whether OpenAI's sampling defaults replace the model authors' advice."""
+    sanitize_control_tokens: bool = True
+    """Whether control tokens in messages and tools stay text."""
     worker: bool = False
     """Whether to serve the routes for a frontend, which chooses the scopes of the prefix cache."""
     allow_adapter_changes: bool = False

@@ -76,6 +76,7 @@ async def _token_ids(state: ServerState, request: TokenizeRequest) -> list[int]:
         continue_final_message=bool(request.continue_final_message),
         chat_template_kwargs=request.chat_template_kwargs,
         chat_template=state.named_template(request.chat_template),
+        sanitize_control_tokens=state.settings.sanitize_control_tokens,
     )
     return await state.tokenize(read, "messages" if request.messages else "prompt", max_tokens=0)
 

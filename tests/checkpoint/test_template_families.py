@@ -247,7 +247,7 @@ def test_templates_equal_transformers(kind: str, chat: str) -> None:
                         named_tokens=names,
                         chat_template_kwargs=further,
                         **options,
-                    )
+                    ).text
                     assert text == expected
 
 
@@ -262,7 +262,7 @@ def test_most_templates_render() -> None:
                         template,
                         normalise_messages(chat),
                         named_tokens={"bos_token": "<s>", "eos_token": "</s>"},
-                    )
+                    ).text
                 )
             except RequestError:
                 continue

@@ -29,7 +29,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 
 
 def render(renderer: Renderer, template: str = PLAIN, messages: Any = USER) -> str:
-    return renderer.render(template, messages, named_tokens={})
+    return renderer.render(template, messages, named_tokens={}).text
 
 
 def pid_of(renderer: Renderer) -> int:

@@ -55,7 +55,7 @@ RENDERER = Renderer()
 
 def render(template: str, messages: Any = USER, **options: Any) -> str:
     options.setdefault("named_tokens", {"bos_token": "<s>", "eos_token": "</s>"})
-    return RENDERER.render(template, messages, **options)
+    return RENDERER.render(template, messages, **options).text
 
 
 @pytest.fixture(scope="module", autouse=True)
