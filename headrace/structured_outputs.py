@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import RequestError
+from headrace.json_schema import enforceable, log_dropped
 
 MAX_CHARACTERS = 1 << 16
 """Max characters of a schema, regular expression or grammar, or of all choices together."""
@@ -36,13 +37,27 @@ class StructuredOutputs:
     """
     choice: Sequence[str] | None = None
     grammar: str | None = None
-    """Context-free grammar of the text, in llguidance's dialect of Lark."""
+    """Context-free grammar of the text: llguidance's dialect of Lark, or GBNF with the rule `root`
+    (llama.cpp's, and vLLM's EBNF).
+    """
+    strict: bool = True
+    """Whether a keyword of `json` that no grammar enforces (`uniqueItems`, `not`, `if`, look-ahead
+    in a pattern) is an error. False: it is dropped, and `dropped` names it.
+    """
+    dropped: Sequence[str] = ()
+    """Paths of the keywords that were dropped from `json`; set by the record."""
+    field: str = ""
+    """Name of the restricting field in errors; empty: the name of the field here."""
+    tool_schemas: Sequence[tuple[str, str]] = ()
+    """Schemas inside of `grammar`, with their fields, which errors name."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool):
             raise RequestError(
                 f"json_object must be true or false, not {reprlib.repr(self.json_object)}"
             )
+        if not isinstance(self.strict, bool):
+            raise RequestError(f"strict must be true or false, not {reprlib.repr(self.strict)}")
         given = [
             name
             for name in ("json", "regex", "choice", "grammar")
@@ -56,7 +71,14 @@ class StructuredOutputs:
                 f"grammar; it has {named}"
             )
         if self.json is not None:
-            object.__setattr__(self, "json", _schema(self.json))
+            text = _schema(self.json)
+            found = enforceable(json.loads(text), self.field or "json", strict=self.strict)
+            if found.dropped:
+                object.__setattr__(self, "dropped", found.dropped)
+                log_dropped(found.dropped)
+            if found.schema != json.loads(text):
+                text = json.dumps(found.schema, ensure_ascii=False)
+            object.__setattr__(self, "json", text)
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
         for name in ("regex", "grammar"):

@@ -128,6 +128,7 @@ RECORDS = {
     "outputs",
     "validation",
     "structured_outputs",
+    "json_schema",
     "config",
     "backend_traits",
     "stats",

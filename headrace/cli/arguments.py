@@ -179,6 +179,16 @@ def engine_options(args: argparse.Namespace) -> "EngineOptions":
     return cast("EngineOptions", options)
 
 
+def add_strict_schemas(group: Arguments) -> None:
+    group.add_argument(
+        "--strict-schemas",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="error for schema keywords that no grammar enforces, unless a request has strict; "
+        "otherwise they are dropped",
+    )
+
+
 def add_calibration(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("quantisation method")
     group.add_argument(

@@ -18,6 +18,7 @@ from headrace.cli.arguments import (
     add_parallel,
     add_rope,
     add_sanitize_control_tokens,
+    add_strict_schemas,
     add_threads,
     engine_options,
 )
@@ -46,6 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="no sampling defaults from the model's generation_config.json",
     )
+    add_strict_schemas(model)
     compute = parser.add_argument_group("compute")
     add_backend(compute)
     add_threads(compute)
@@ -89,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
         model_name=model_name(args.model),
         ignore_advised_sampling=args.ignore_advised_sampling,
         sanitize_control_tokens=args.sanitize_control_tokens,
+        strict_schemas=args.strict_schemas,
         max_waiting=_MAX_WAITING,
         request_timeout=_NO_TIMEOUT,
     )

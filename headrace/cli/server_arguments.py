@@ -7,7 +7,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from headrace.backend_traits import traits_of
-from headrace.cli.arguments import Arguments, add_model, add_sanitize_control_tokens
+from headrace.cli.arguments import (
+    Arguments,
+    add_model,
+    add_sanitize_control_tokens,
+    add_strict_schemas,
+)
 from headrace.errors import RequestError
 
 if TYPE_CHECKING:
@@ -67,6 +72,7 @@ def _add_model_options(group: Arguments) -> None:
         help="no sampling defaults from the model's generation_config.json",
     )
     add_sanitize_control_tokens(group)
+    add_strict_schemas(group)
     group.add_argument(
         "--allow-adapter-changes",
         action="store_true",
@@ -129,6 +135,7 @@ def settings_of(
         reasoning_parser=args.reasoning_parser,
         ignore_advised_sampling=args.ignore_advised_sampling,
         sanitize_control_tokens=args.sanitize_control_tokens,
+        strict_schemas=args.strict_schemas,
         allow_adapter_changes=args.allow_adapter_changes,
         max_waiting=args.max_waiting,
         max_per_key=args.max_per_key,

@@ -34,13 +34,13 @@ _EXPRESSION = re.compile(
 )
 
 
-def check_cost(field: str, text: str) -> None:
-    """Raise RequestError, which names the field, for an expensive text."""
+def check_cost(field: str, text: str, name: str = "") -> None:
+    """Raise RequestError, which begins with `name` or the field, for an expensive text."""
     match field:
         case "regex" | "grammar":
-            _check_expressions(field, [text])
+            _check_expressions(name or field, [text])
         case "json":
-            _check_schema(field, json.loads(text))
+            _check_schema(name or field, json.loads(text))
 
 
 def _check_schema(field: str, schema: dict[str, Any]) -> None:

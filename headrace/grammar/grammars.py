@@ -5,11 +5,13 @@ A grammar that allows a single text allows only the tokenizer's own tokens of it
 
 import importlib
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Collection
 from contextlib import suppress
 from functools import lru_cache
 from threading import Lock
+from time import monotonic
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -18,6 +20,7 @@ import numpy as np
 from headrace.constraint import GrammarState, Mask, mask_words
 from headrace.errors import ConstraintError, HeadraceError, RequestError
 from headrace.grammar.cost import check_cost
+from headrace.json_schema import subschemas
 from headrace.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -48,6 +51,9 @@ _JSON: "JsonCompileOptions" = {
 """JSON as `json.dumps` writes it: small models may write free white space without end."""
 
 
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_SEARCH_SECONDS = 0.2
+"""Time to find the wrong part of a schema, by compiling its parts."""
 _Key = tuple[str, str]
 
 
@@ -85,27 +91,74 @@ class Grammars:
 
     def _compile(self, field: str, text: str, outputs: StructuredOutputs) -> "LLMatcher":
         llguidance = _llguidance()
-        check_cost(field, text)
+        name = outputs.field or field
+        check_cost(field, text, name)
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = llguidance.LLTokenizer(
                     _Tokens(self._vocabulary, self._vocab_size)
                 )
-        limits = llguidance.LLParserLimits(**_LIMITS)
-        try:
-            matcher: LLMatcher = llguidance.LLMatcher(
-                self._tokenizer, _grammar(llguidance.LLMatcher, outputs), log_level=0, limits=limits
-            )
-        except ValueError as error:
-            raise RequestError(f"{field} cannot be compiled: {_shortened(str(error))}") from None
-        if message := matcher.get_error():
-            raise RequestError(f"{field} cannot be compiled: {_shortened(message)}")
+        grammar = _grammar(llguidance, outputs, name)
+        matcher, message = self._matcher(llguidance, grammar)
+        if matcher is None:
+            raise RequestError(self._reason(llguidance, outputs, name, message))
         mask = np.zeros(mask_words(self._vocab_size), np.uint32)
         with suppress(ConstraintError):  # the mask stays empty
             _State(matcher, self._vocab_size).fill(mask)
         if not mask.any():
-            raise RequestError(f"{field} allows no text that the tokenizer can write; change it")
+            raise RequestError(f"{name} allows no text that the tokenizer can write; change it")
         return matcher
+
+    def _matcher(self, llguidance: ModuleType, grammar: str) -> tuple["LLMatcher | None", str]:
+        """A compiled grammar, or None and the reason."""
+        limits = llguidance.LLParserLimits(**_LIMITS)
+        try:
+            matcher: LLMatcher = llguidance.LLMatcher(
+                self._tokenizer, grammar, log_level=0, limits=limits
+            )
+        except ValueError as error:
+            return None, str(error)
+        message = matcher.get_error()
+        return (None, message) if message else (matcher, "")
+
+    def _reason(
+        self, llguidance: ModuleType, outputs: StructuredOutputs, name: str, message: str
+    ) -> str:
+        """The message for a grammar that does not compile, with the path of the wrong schema."""
+        schemas = [*outputs.tool_schemas]
+        if outputs.json is not None:
+            schemas = [(name, str(outputs.json))]
+        for path, text in schemas:
+            wrong, reason = self._wrong_schema(llguidance, path, json.loads(text))
+            if "coerce_one_of" in reason:
+                return (
+                    f"{wrong}.oneOf has schemas that overlap, which cannot be enforced; use "
+                    "anyOf, or set strict to false to read it as anyOf"
+                )
+            if wrong:
+                return f"{wrong} cannot be compiled: {_shortened(reason)}; change this schema"
+        if outputs.tool_schemas:
+            return f"{name} cannot be compiled together; send fewer tools, or simpler parameters"
+        return f"{name} cannot be compiled: {_shortened(message)}"
+
+    def _wrong_schema(
+        self, llguidance: ModuleType, path: str, root: dict[str, Any]
+    ) -> tuple[str, str]:
+        """The path of the smallest part with the same error, or an empty path."""
+        shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        found, reason = "", ""
+        parts = [(path, dict[str, Any](root))]
+        deadline = monotonic() + _SEARCH_SECONDS
+        while parts and monotonic() < deadline:
+            path, schema = parts.pop(0)
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(
+                json.dumps({**shared, **schema}), defaults=_JSON
+            )
+            matcher, message = self._matcher(llguidance, grammar)
+            if matcher is None and (not reason or message == reason):
+                found, reason = path, message
+                parts = [(where, dict(part)) for where, part in subschemas(schema, path)]
+        return found, reason
 
 
 class _State:
@@ -200,16 +253,32 @@ def _key(outputs: StructuredOutputs) -> _Key:
     )
 
 
-def _grammar(matcher: "type[LLMatcher]", outputs: StructuredOutputs) -> str:
+def _grammar(llguidance: ModuleType, outputs: StructuredOutputs, name: str) -> str:
+    matcher: type[LLMatcher] = llguidance.LLMatcher
     if outputs.regex is not None:
         return matcher.grammar_from_regex(outputs.regex)
     if outputs.grammar is not None:
-        return matcher.grammar_from_lark(outputs.grammar)
+        return matcher.grammar_from_lark(_lark(outputs.grammar, name))
     if outputs.choice is not None:
         choices = [json.dumps(text, ensure_ascii=False) for text in outputs.choice]
         return matcher.grammar_from_lark("start: " + " | ".join(choices))
     schema = '{"type": "object"}' if outputs.json is None else str(outputs.json)
     return matcher.grammar_from_json_schema(schema, defaults=_JSON)
+
+
+def _lark(text: str, name: str) -> str:
+    """A Lark grammar, converted if it has rules of GBNF (`name ::= `)."""
+    if not _GBNF_RULE.search(text):
+        return text
+    converter = importlib.import_module("llguidance.gbnf_to_lark")
+    try:
+        lark = str(converter.gbnf_to_lark(text))
+    except Exception as error:  # of any kind: the text is the user's
+        raise RequestError(
+            f"{name} is not GBNF: {_shortened(str(error))}; correct it, or write Lark with `start:`"
+        ) from None
+    check_cost("grammar", lark, name)
+    return lark
 
 
 def _llguidance() -> ModuleType:

@@ -37,6 +37,7 @@ class AnthropicTool(msgspec.Struct, frozen=True):
     name: Annotated[str, msgspec.Meta(pattern=FUNCTION_NAME)]
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class AnthropicToolChoice(msgspec.Struct, frozen=True):

@@ -44,6 +44,7 @@ def _conversation(state: ServerState, request: ChatRequest) -> Conversation:
     params = sampling_params(
         request,
         state.advised_sampling,
+        strict_schemas=state.settings.strict_schemas,
         max_tokens=request.max_completion_tokens or request.max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )

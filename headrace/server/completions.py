@@ -40,6 +40,7 @@ async def completions(http: HttpExchange, state: ServerState) -> None:
     params = sampling_params(
         request,
         state.advised_sampling,
+        strict_schemas=state.settings.strict_schemas,
         max_tokens=request.max_tokens or _DEFAULT_MAX_TOKENS,
         logprobs=request.logprobs,
         prompt_logprobs=request.logprobs if scores_prompt else None,

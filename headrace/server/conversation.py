@@ -1,10 +1,13 @@
 """Conversations in the form that all chat APIs share."""
 
+import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from headrace.errors import RequestError
+from headrace.json_schema import enforceable, log_dropped
 from headrace.outputs import Logprobs
 from headrace.prompts import TokenizedPrompt
 from headrace.remote import frames
@@ -39,6 +42,8 @@ class Conversation:
     chat_template_kwargs: Mapping[str, Any] | None = None
     chat_template: str | None = None
     reasoning_effort: str | None = None
+    schema_field: str = "function.parameters"
+    """Field of a tool that has its schema."""
     options: RequestOptions = DEFAULT_OPTIONS
 
 
@@ -192,9 +197,10 @@ def _tool_call_grammar(
     choice: ToolChoice,
     prompt_text: str,
 ) -> StructuredOutputs | None:
+    enforced, dropped = _enforceable_tools(state, conversation, tools, choice)
     grammar = tool_grammar(
         state.output_format,
-        tools,
+        enforced,
         choice,
         parallel=conversation.parallel_tool_calls,
         in_reasoning=state.output_format.starts_in_reasoning(prompt_text),
@@ -209,4 +215,33 @@ def _tool_call_grammar(
             "tool_choice",
         )
     with errors_name("tools"):
-        return StructuredOutputs(grammar=grammar)
+        return StructuredOutputs(
+            grammar=grammar,
+            dropped=dropped,
+            field="tools",
+            tool_schemas=[(tool.field, json.dumps(tool.parameters)) for tool in enforced],
+        )
+
+
+def _enforceable_tools(
+    state: ServerState, conversation: Conversation, tools: Sequence[Tool], choice: ToolChoice
+) -> tuple[list[Tool], list[str]]:
+    """The tools with what a grammar enforces of their schemas, and the paths of the rest."""
+    if choice.mode not in ("required", "named"):
+        return list(tools), []
+    result: list[Tool] = []
+    dropped: list[str] = []
+    for tool in tools:
+        if choice.mode == "named" and tool.name != choice.name:
+            continue
+        strict = state.settings.strict_schemas if tool.strict is None else tool.strict
+        try:
+            field = f"{tool.field}.{conversation.schema_field}"
+            found = enforceable(tool.parameters, field, strict=strict)
+        except RequestError as error:
+            raise invalid(f"{error} (tool {tool.name})", "tools") from None
+        result.append(replace(tool, parameters=found.schema, field=field))
+        dropped += found.dropped
+    if dropped:
+        log_dropped(dropped)
+    return result, dropped

@@ -33,6 +33,7 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
+    strict_schemas: bool = True,
 ) -> SamplingParams:
     """Make the engine's sampling parameters. Raises ApiError, which names the wrong field.
 
@@ -45,7 +46,7 @@ def sampling_params(
         "logprobs": logprobs,
         "seed": unsigned_seed(request.seed),
         "logit_bias": request.logit_bias,
-        "structured_outputs": structured_outputs(request),
+        "structured_outputs": structured_outputs(request, strict_schemas),
     }
     if request.use_beam_search:
         options |= {"beam_width": request.n or 1, "temperature": 0.0}

@@ -43,6 +43,8 @@ class HttpExchange:
             name.decode("latin-1"): value.decode("latin-1")
             for name, value in reversed(scope["headers"])
         }
+        self.response_headers: dict[str, str] = {}
+        """Further headers of the response."""
         self.record = RequestRecord.of(scope["method"], scope["path"], self._headers)
         self.api_key: str | None = None
         self.response_started = False
@@ -175,8 +177,9 @@ class HttpExchange:
     async def _start_response(self, status: int, headers: Mapping[str, str]) -> None:
         self.response_started = True
         self.record.status = status
+        all_headers = {**headers, **self.response_headers}
         pairs = [
-            (name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()
+            (name.encode("latin-1"), value.encode("latin-1")) for name, value in all_headers.items()
         ]
         pairs.append((b"x-request-id", self.record.id.encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})

@@ -95,6 +95,7 @@ def _conversation(request: CountTokensRequest, params: SamplingParams) -> Conver
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         continue_final_message=request.messages[-1].role == "assistant",
+        schema_field="input_schema",
         reasoning_effort="none" if thinking and thinking.type == "disabled" else None,
     )
 
@@ -106,6 +107,7 @@ def _tool(tool: AnthropicTool) -> dict[str, Any]:
             "name": tool.name,
             "description": tool.description or "",
             "parameters": tool.input_schema,
+            **({} if tool.strict is None else {"strict": tool.strict}),
         },
     }
 

@@ -48,6 +48,7 @@ class Structured(msgspec.Struct, frozen=True, kw_only=True):
     regex: _Text | None = None
     choice: _Texts | None = None
     grammar: _Text | None = None
+    strict: bool | None = None
 
 
 def _json_type(row: SamplingField) -> Any:

@@ -10,9 +10,19 @@ from headrace.server.openai_records import Sampling, Structured
 from headrace.structured_outputs import StructuredOutputs
 
 
-def structured_outputs(request: Sampling) -> StructuredOutputs | None:
-    """Return the restriction or None. Raises ApiError, which names the wrong field."""
-    by_field = {"response_format": response_format(request.response_format, "response_format")}
+def structured_outputs(request: Sampling, strict: bool = True) -> StructuredOutputs | None:
+    """Return the restriction or None. Raises ApiError, which names the wrong field.
+
+    `strict` is the default of the request's own `strict`.
+    """
+    by_field = {
+        "response_format": response_format(
+            request.response_format,
+            "response_format",
+            "response_format.json_schema.schema",
+            strict,
+        )
+    }
     for field, record in _records(request).items():
         with errors_name(field):
             by_field[field] = StructuredOutputs(
@@ -21,6 +31,8 @@ def structured_outputs(request: Sampling) -> StructuredOutputs | None:
                 regex=record.regex,
                 choice=record.choice,
                 grammar=record.grammar,
+                strict=strict if record.strict is None else record.strict,
+                field=field if field.startswith("guided_") else "",
             )
     given = [field for field, restriction in by_field.items() if restriction is not None]
     if len(given) > 1:
@@ -43,7 +55,9 @@ def _records(request: Sampling) -> dict[str, Structured]:
     return records
 
 
-def response_format(value: Mapping[str, Any] | None, param: str) -> StructuredOutputs | None:
+def response_format(
+    value: Mapping[str, Any] | None, param: str, schema_field: str, strict: bool
+) -> StructuredOutputs | None:
     """Read `response_format` or `text.format`. Raises ApiError, which names `param`."""
     kind = "text" if value is None else value.get("type")
     if value is None or kind == "text":
@@ -57,7 +71,14 @@ def response_format(value: Mapping[str, Any] | None, param: str) -> StructuredOu
         schema = inner.get("schema") if isinstance(inner, Mapping) else None
         if not isinstance(schema, Mapping):
             raise RequestError(f"{param} of type json_schema must have a schema, an object")
-        return StructuredOutputs(json=schema)
+        own_strict = inner.get("strict")
+        if own_strict is not None and not isinstance(own_strict, bool):
+            raise RequestError(f"{param}.strict must be true or false")
+        return StructuredOutputs(
+            json=schema,
+            strict=strict if own_strict is None else own_strict,
+            field=schema_field,
+        )
 
 
 @contextmanager

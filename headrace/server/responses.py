@@ -52,7 +52,7 @@ def _sampling_params(state: ServerState, request: ResponsesRequest) -> SamplingP
         **state.advised_sampling,
         **given_fields(request, ("temperature", "top_p")),
         "max_tokens": request.max_output_tokens,
-        "structured_outputs": _text_format(request),
+        "structured_outputs": _text_format(request, state.settings.strict_schemas),
     }
     try:
         return SamplingParams(**options)
@@ -60,11 +60,11 @@ def _sampling_params(state: ServerState, request: ResponsesRequest) -> SamplingP
         raise request_error(str(error)) from None
 
 
-def _text_format(request: ResponsesRequest) -> StructuredOutputs | None:
+def _text_format(request: ResponsesRequest, strict: bool) -> StructuredOutputs | None:
     text_format = (request.text or {}).get("format")
     if text_format is not None and not isinstance(text_format, dict):
         raise invalid("text.format must be an object", "text")
-    return response_format(text_format, "text")
+    return response_format(text_format, "text", "text.format.schema", strict)
 
 
 async def _body(items: ResponseItems) -> dict[str, Any]:
@@ -111,6 +111,7 @@ def _conversation(request: ResponsesRequest, params: SamplingParams) -> Conversa
         params=params,
         tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or ())] or None,
         tool_choice=choice,
+        schema_field="parameters",
         parallel_tool_calls=request.parallel_tool_calls is not False,
         reasoning_effort=request.reasoning.effort if request.reasoning else None,
     )

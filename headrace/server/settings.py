@@ -36,6 +36,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether OpenAI's sampling defaults replace the model authors' advice."""
     sanitize_control_tokens: bool = True
     """Whether control tokens in messages and tools stay text."""
+    strict_schemas: bool = True
+    """Whether a schema keyword that no grammar enforces is an error, if a request does not say."""
     worker: bool = False
     """Whether to serve the routes for a frontend, which chooses the scopes of the prefix cache."""
     allow_adapter_changes: bool = False

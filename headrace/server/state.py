@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.errors import RequestError
+from headrace.json_schema import shown_paths
 from headrace.messages import MessageError
 from headrace.prompts import PromptReader, TokenizedPrompt
 from headrace.remote import frames
@@ -34,6 +35,8 @@ from headrace.server.output_parsers.parser import OutputFormat
 from headrace.server.settings import Settings
 from headrace.server.step_roofline import StepRoofline
 
+DROPPED_HEADER = "x-dropped-schema-keywords"
+"""Header with the paths of schema keywords that the response need not have."""
 _T = TypeVar("_T")
 
 
@@ -197,6 +200,8 @@ class ServerState:
             timeout=self.settings.request_timeout,
             cache_salt=self._cache_salt(http, options.cache_salt),
         )
+        if params and params.structured_outputs and params.structured_outputs.dropped:
+            http.response_headers[DROPPED_HEADER] = shown_paths(params.structured_outputs.dropped)
         streams: list[Stream] = []
         record = http.record
         record.model = options.adapter or self.settings.model_name

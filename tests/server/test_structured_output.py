@@ -280,3 +280,86 @@ class TestToolChoice:
             self.ASK | {"tool_choice": "required", "response_format": FORMAT},
         )
         assert (reply.status, reply.json["error"]["param"]) == (400, "tool_choice")
+
+
+LOOSE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "array", "items": {"type": "null"}, "uniqueItems": True}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+class TestStrict:
+    """Keywords that no grammar enforces: refused by their path, or dropped and listed."""
+
+    PATH = "properties.a.uniqueItems"
+
+    def requests(self, strict: bool | None) -> list[tuple[str, dict[str, Any], str]]:
+        own = {} if strict is None else {"strict": strict}
+        function = {"name": "f", "parameters": LOOSE, **own}
+        chat = CHAT | {"tool_choice": "required", "parallel_tool_calls": False}
+        schema = {"name": "x", "schema": LOOSE, **own}
+        message = {"messages": CHAT["messages"], "max_tokens": 60, "temperature": 0}
+        response = {"input": "hello", "max_output_tokens": 60, "temperature": 0}
+        return [
+            (
+                "/v1/chat/completions",
+                chat | {"tools": [{"type": "function", "function": function}]},
+                "tools[0].function.parameters",
+            ),
+            (
+                "/v1/chat/completions",
+                CHAT | {"response_format": {"type": "json_schema", "json_schema": schema}},
+                "response_format.json_schema.schema",
+            ),
+            (
+                "/v1/completions",
+                {"prompt": "x", "structured_outputs": {"json": LOOSE, **own}},
+                "json",
+            ),
+            (
+                "/v1/responses",
+                response | {"tool_choice": "required", "tools": [{"type": "function"} | function]},
+                "tools[0].parameters",
+            ),
+            (
+                "/v1/responses",
+                response | {"text": {"format": {"type": "json_schema", **schema}}},
+                "text.format.schema",
+            ),
+            (
+                "/v1/messages",
+                message
+                | {"tool_choice": {"type": "any"}}
+                | {"tools": [{"name": "f", "input_schema": LOOSE, **own}]},
+                "tools[0].input_schema",
+            ),
+        ]
+
+    @pytest.mark.parametrize("number", range(6))
+    def test_strict_of_every_api(self, tools: Running, number: int) -> None:
+        for strict in (None, True):
+            route, body, field = self.requests(strict)[number]
+            reply = tools.post(route, body)
+            message = reply.json["error"]["message"]
+            assert reply.status == 400 and f"{field}.{self.PATH} cannot be enforced" in message
+            assert "%json" not in message and "set strict to false" in message
+
+        route, body, field = self.requests(False)[number]
+        reply = tools.post(route, body)
+        assert reply.status == 200, reply.body
+        assert reply.headers["x-dropped-schema-keywords"] == f"{field}.{self.PATH}"
+
+    def test_a_tool_that_cannot_be_compiled_is_named(self, tools: Running) -> None:
+        """The error has the tool and the path, and nothing of the grammar."""
+        wrong = {"type": "object", "properties": {"a": {"type": "string", "pattern": "a{,3}"}}}
+        functions = [{"name": "good"}, {"name": "bad", "parameters": wrong}]
+        made = [{"type": "function", "function": function} for function in functions]
+        reply = tools.post(
+            "/v1/chat/completions", CHAT | {"tools": made, "tool_choice": "required"}
+        )
+        message = reply.json["error"]["message"]
+        assert reply.status == 400 and reply.json["error"]["param"] == "tools"
+        assert message.startswith("tools[1].function.parameters.properties.a cannot be compiled")
+        assert "%json" not in message

@@ -7,9 +7,7 @@ from typing import Any
 
 from headrace.server.output_parsers.tools import Tool
 
-_JSON_STYLE = {
-    "x-guidance": {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-}
+_JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 """White space as `json.dumps` writes it. Small models may never end flexible white space."""
 
 MAX_CALLS = 8
@@ -35,7 +33,9 @@ class LarkGrammar:
         return " ".join(filter(None, parts)) or '""'
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        return self.rule(f"%json {json.dumps(_JSON_STYLE | dict(schema))}")
+        own = schema.get("x-guidance")
+        style = {**_JSON_STYLE, **(own if isinstance(own, Mapping) else {})}
+        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': style})}")
 
     def up_to(self, marker: str) -> str:
         control = self._marker.search(marker)
@@ -86,7 +86,9 @@ class LarkGrammar:
 
 def properties(tool: Tool) -> list[tuple[str, Mapping[str, Any]]]:
     shared = {
-        name: tool.parameters[name] for name in ("$defs", "definitions") if name in tool.parameters
+        name: tool.parameters[name]
+        for name in ("$defs", "definitions", "x-guidance")
+        if name in tool.parameters
     }
     keys = tool.parameters.get("properties")
     if not isinstance(keys, Mapping):

@@ -19,6 +19,11 @@ _NO_PARAMETERS: Mapping[str, Any] = {
 class Tool:
     name: str
     parameters: Mapping[str, Any] = field(default_factory=lambda: _NO_PARAMETERS)
+    strict: bool | None = None
+    """Whether a schema that cannot be enforced completely is an error; None: the server's choice.
+    """
+    field: str = "tools[0]"
+    """Field of the request, for errors."""
 
     def parameter(self, key: str) -> Mapping[str, Any]:
         properties = self.parameters.get("properties")
@@ -63,7 +68,15 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
             raise RequestError(f"tools[{i}].function.name {name!r} is already used by another tool")
         if parameters is not None and not isinstance(parameters, Mapping):
             raise RequestError(f"tools[{i}].function.parameters must be a JSON schema")
-        by_name[name] = Tool(name, parameters) if parameters else Tool(name)
+        strict = function.get("strict")
+        if strict is not None and not isinstance(strict, bool):
+            raise RequestError(f"tools[{i}].function.strict must be true or false")
+        by_name[name] = Tool(
+            name=name,
+            parameters=parameters or _NO_PARAMETERS,
+            strict=strict,
+            field=f"tools[{i}]",
+        )
     return tuple(by_name.values())
 
 

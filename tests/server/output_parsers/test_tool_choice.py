@@ -22,7 +22,10 @@ class TestTools:
                 function(name="g.h-1", parameters=None),
             ]
         )
-        assert tools == (Tool("f", SCHEMA), Tool("g.h-1"))
+        assert tools == (
+            Tool("f", SCHEMA, strict=True, field="tools[0]"),
+            Tool("g.h-1", field="tools[1]"),
+        )
         assert tools[1].parameters["additionalProperties"] is False
 
     @pytest.mark.parametrize("tools", [None, []])
