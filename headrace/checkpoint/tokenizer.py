@@ -28,6 +28,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+BYTE_CHARACTERS = frozenset(_BYTE_OF)
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 

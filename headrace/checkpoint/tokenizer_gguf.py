@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,12 @@ from headrace import _native
 from headrace.checkpoint.end_tokens import END_TOKENS, excluded_names
 from headrace.checkpoint.gguf import Metadata
 from headrace.checkpoint.pretokenizers import pre_tokenizer
-from headrace.checkpoint.tokenizer import Tokenizer, Vocabulary, library_calls
+from headrace.checkpoint.tokenizer import (
+    BYTE_CHARACTERS,
+    Tokenizer,
+    Vocabulary,
+    library_calls,
+)
 from headrace.checkpoint.tokenizer_growth import check_growth
 from headrace.errors import FormatError, UnsupportedModelError
 
@@ -91,24 +97,41 @@ def _vocabulary(metadata: Metadata, tokens: list[str], types: list[int]) -> dict
     An empty token gets llama.cpp's name for it, and an unused duplicate a name of its own; their
     types become `_UNUSED`. Raises FormatError for other duplicates.
     """
+    counts = Counter(tokens)
+    made = _made_tokens(metadata) if len(counts) < len(tokens) else frozenset()
+    used = {
+        token
+        for token, kind in zip(tokens, types, strict=True)
+        if counts[token] > 1 and kind != _UNUSED
+    }
     vocab: dict[str, int] = {}
-    names = set(tokens)
-    used = {token for token, kind in zip(tokens, types, strict=True) if kind != _UNUSED}
     for token_id, token in enumerate(tokens):
-        kind = types[token_id]
-        if not token or (kind == _UNUSED and (token in used or token in vocab)):
+        is_unused = types[token_id] == _UNUSED and token in used
+        if token in vocab:
+            is_unused = types[token_id] == _UNUSED or (
+                types[token_id] == _NORMAL and made is not None and token not in made
+            )
+            if not is_unused and token:
+                raise FormatError(
+                    f"{metadata.where}: {_PREFIX}tokens: {token[:80]!r} appears twice, with the "
+                    f"ids {vocab[token]:,} and {token_id:,}; give one of them another name, or the "
+                    f"type {_UNUSED} (unused)"
+                )
+        if not token or is_unused:
             token = f"[EMPTY_{token_id}]" if not token else f"[UNUSED_{token_id}]"
-            while token in names:
+            while token in counts:
                 token += "_"
             types[token_id] = _UNUSED
-        elif token in vocab:
-            raise FormatError(
-                f"{metadata.where}: {_PREFIX}tokens: {token[:80]!r} appears twice, with the ids "
-                f"{vocab[token]:,} and {token_id:,}; give one of them another name, or the type "
-                f"{_UNUSED} (unused)"
-            )
         vocab[token] = token_id
     return vocab
+
+
+def _made_tokens(metadata: Metadata) -> frozenset[str] | None:
+    """Return the tokens that text can become; None if that depends on scores."""
+    if metadata.string(f"{_PREFIX}model") != "gpt2":
+        return None
+    merges = metadata.strings(f"{_PREFIX}merges")
+    return frozenset(merge.replace(" ", "") for merge in merges) | BYTE_CHARACTERS
 
 
 def _token_types(metadata: Metadata, count: int) -> list[int]:

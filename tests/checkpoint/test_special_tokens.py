@@ -150,6 +150,20 @@ class TestOddVocabularies:
         assert tokenizer.token_bytes(259) == b"<x>"
         assert tokenizer.token_bytes(260) == b"[UNUSED_260]"
 
+    def test_duplicates_that_no_text_becomes(self, write_gguf: Any) -> None:
+        """No merge makes them, so their type does not matter."""
+        tokenizer = self.tokenizer(write_gguf, ["<x>", "<x>", "<x>"], [1, 5, 1])
+        names = [tokenizer.token_bytes(token).decode() for token in (258, 259, 260)]
+        assert names == ["<x>", "[UNUSED_259]", "[UNUSED_260]"]
+        assert tokenizer.encode("ab<x>")[0] == 257
+
+    @pytest.mark.parametrize(
+        ("last", "kinds"), [(["ab"], [1]), (["a"], [1]), (["<y>", "<y>"], [4, 4]), (["ab"], [4])]
+    )
+    def test_used_duplicates(self, write_gguf: Any, last: list[str], kinds: list[int]) -> None:
+        with pytest.raises(FormatError, match="appears twice"):
+            self.tokenizer(write_gguf, last, kinds)
+
     def test_other_duplicates(self, write_gguf: Any) -> None:
         with pytest.raises(FormatError, match="'ab' appears twice, with the ids 257 and 258"):
             self.tokenizer(write_gguf, ["ab"], [1])
