@@ -5,6 +5,7 @@ from pathlib import Path
 
 from headrace.checkpoint.assemble import stored_shapes
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
+from headrace.checkpoint.names import modules
 from headrace.convert.file_tensors import FileTensor, file_tensors
 from headrace.errors import UnsupportedModelError
 from headrace.model import FAMILIES
@@ -14,6 +15,8 @@ from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")
+_MAX_KINDS = 4
+"""Kinds of tensors of a module that are listed each."""
 _GGUF_FAMILY = {"mistral": "llama", "mixtral": "llama", "deepseek_v3": "deepseek_v2"}
 
 
@@ -48,7 +51,13 @@ class SourceModel:
         others = [name for name in others if self.is_folder or not name.endswith(".scale")]
         names = [*self.checkpoint.left_out, *others]
         kinds = Counter(_INDEX.sub("{}", name) for name in names)
-        return [f"{kind} ({count:,})" if count > 1 else kind for kind, count in kinds.items()]
+        by_module = Counter(modules([kind])[0] for kind in kinds)
+        # A whole tower is one entry.
+        counts = Counter[str]()
+        for kind, count in kinds.items():
+            module = modules([kind])[0]
+            counts[f"{module}.*" if by_module[module] > _MAX_KINDS else kind] += count
+        return [f"{kind} ({count:,})" if count > 1 else kind for kind, count in counts.items()]
 
     def _layout(self, as_folder: bool) -> Layout:
         architecture = self.spec.architecture

@@ -51,7 +51,9 @@ def case(rng: random.Random) -> bytes:
 
 def run(case: bytes) -> None:
     match _parsed(case):
-        case {"prefix": str(prefix), "head": str(head), "files": [*files], **others}:
+        case {"prefix": str(prefix), "head": str(head), "files": [*files], **others} if (
+            prefix + head
+        ).isascii():
             pass
         case _:
             raise FormatError("not a layout")

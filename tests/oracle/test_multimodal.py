@@ -1,6 +1,7 @@
 """Text models of tiny random multimodal models, against transformers in float32."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +15,7 @@ from transformers import CONFIG_MAPPING
 
 from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.text_part import TEXT_MODELS, WHOLE_MODELS
+from headrace.cli.main import main
 from headrace.errors import UnsupportedModelError
 from tests.families import SIZE, VOCAB
 from tests.oracle.test_families import rows_of_ours
@@ -204,6 +206,19 @@ def test_logits_of_text(name: str, tmp_path: Path) -> None:
     assert not any("embed_tokens" in left_out for left_out in checkpoint.left_out)
     # Queries of Ministral 3 are scaled after the original context.
     assert checkpoint.spec.max_context == (64 if name == "ministral3" else 256)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl"])
+def test_conversions_are_text_models_of_transformers(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, out = save(name, tmp_path / "model"), tmp_path / "out"
+    assert main(["convert", str(tmp_path / "model"), str(out), "--to", "f32"]) == 0
+    assert re.search(r"not written: .*(vision_tower|visual)\.\* \(\d+\)", capsys.readouterr().err)
+    text = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    with torch.no_grad():
+        want, got = (model(input_ids=torch.tensor([TOKENS])).logits for model in (whole, text))
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
