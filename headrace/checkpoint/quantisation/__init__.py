@@ -14,6 +14,7 @@ METHODS = {
     "gptq": (".gptq", "Gptq"),
     "hqq": (".hqq", "Hqq"),
     "mlx": (".mlx", "Mlx"),
+    "modelopt": (".modelopt", "ModelOpt"),
     "mxfp4": (".mxfp4", "Mxfp4"),
     "torchao": (".torchao", "TorchAo"),
 }

@@ -59,6 +59,8 @@ class Scales:
     number: Number | Literal["e8m0", "e4m3"]
     block_rows: int = 1
     """Scales of several rows are float32."""
+    is_multiplied: bool = False
+    """Whether the scale of the tensor multiplies e4m3; else it divides."""
 
     @property
     def parts(self) -> dict[str, TensorPart]:
@@ -76,7 +78,9 @@ class Scales:
         if self.number == "e8m0":
             return POWERS[scales]
         if self.number == "e4m3":
-            return small_floats(3)[scales] / stored["tensor_scale"]
+            values = small_floats(3)[scales]
+            factor = stored["tensor_scale"]
+            return values * factor if self.is_multiplied else values / factor
         return scales
 
 
