@@ -183,6 +183,7 @@ class PromptReader:
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             traces=sanitize_control_tokens,
             continues=continue_final_message,
+            places=places,
             **values,
         )
         text = rendering.text

@@ -1,6 +1,7 @@
 """Messages of all forms reach a template in the form that it reads; others are refused."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -339,3 +340,52 @@ def test_only_named_templates() -> None:
     reader = PromptReader("m", tiny_tokenizer(), None, RENDERER, 64, None, {"rag": "R"})
     with pytest.raises(RequestError, match=r"^chat_template is missing; m has rag$"):
         text_of(reader)
+
+
+REFUSED = "{{ raise_exception('roles must alternate') }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "error"),
+    [
+        (
+            "{% for m in messages %}{% if m.role == 'tool' %}"
+            + REFUSED
+            + "{% endif %}{% endfor %}",
+            [user("x"), {"role": "tool", "content": "y"}, user("z")],
+            "refuses these messages: roles must alternate (it last read messages[1].role, role "
+            "'tool')",
+        ),
+        (
+            "{% for m in messages %}{{ m['content'] + m.extra }}{% endfor %}",
+            [user("x", extra="y"), user("z", extra=["y"])],
+            'cannot render these messages: can only concatenate str (not "list") to str '
+            "(it last read messages[1].extra, role 'user')",
+        ),
+        (
+            "{% for m in messages[1:] %}{{ m.extra.more }}{% endfor %}",
+            [user("x"), user("z")],
+            "cannot render these messages: the field 'extra' is missing (it last read "
+            "messages[1].extra, role 'user')",
+        ),
+        (
+            "{% if messages[0].role == 'system' %}" + REFUSED + "{% endif %}",
+            [{"role": "system", "content": "x"}, user("z")],
+            "refuses these messages: roles must alternate (it last read messages[0].role, role "
+            "'system'; if the model takes no system message, put its text before the first user's)",
+        ),
+        (
+            "{{ tools.x.y }}",
+            [user("x")],
+            "cannot render these messages: 'None' has no attribute 'x'",
+        ),
+    ],
+)
+def test_errors_of_templates_name_the_field(template: str, messages: list[Any], error: str) -> None:
+    reader = PromptReader("m", tiny_tokenizer(), template, RENDERER, 64)
+    with pytest.raises(RequestError, match=re.escape(f"the chat template {error}")):
+        reader.read_chat(messages)
+    if "messages[" in error:
+        places = [f"input[{i}]" for i in range(len(messages))]
+        with pytest.raises(RequestError, match=r"it last read input\[[01]\]\."):
+            reader.read_chat(messages, places=places)

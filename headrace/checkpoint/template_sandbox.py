@@ -4,7 +4,7 @@ The tracing environment gives the same text, as a `TracedText`.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from jinja2 import Template, Undefined, nodes
@@ -35,6 +35,24 @@ class Sandbox(ImmutableSandboxedEnvironment):
             del self.globals[name]
         self.globals.update(names)
         self.filters["tojson"] = _tojson
+        self._messages: dict[int, int] = {}
+        self.last_read: tuple[int, str] | None = None
+        """Number of the message that the template read last, and the field."""
+
+    def watch(self, messages: Sequence[Any]) -> None:
+        """Note from now on which of the messages the template reads."""
+        self._messages = {id(message): i for i, message in enumerate(messages)}
+        self.last_read = None
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if (number := self._messages.get(id(obj))) is not None:
+            self.last_read = number, attribute
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        if (number := self._messages.get(id(obj))) is not None:
+            self.last_read = number, str(argument)
+        return super().getitem(obj, argument)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
         """Access to hidden attributes is an error, not an empty string."""

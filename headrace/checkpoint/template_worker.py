@@ -10,6 +10,7 @@ import json
 import math
 import os
 import pprint  # noqa: F401 - jinja2 imports these four on demand, when no file can be opened
+import re
 import resource
 import sys
 import textwrap  # noqa: F401
@@ -20,14 +21,14 @@ from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from html import unescape  # noqa: F401
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, cast
 
 import jinja2.debug  # noqa: F401
 from jinja2 import Template, TemplateError, TemplateSyntaxError
 from jinja2.exceptions import SecurityError
 
 from headrace.checkpoint.template_needs import TemplateNeeds
-from headrace.checkpoint.template_sandbox import compile_template
+from headrace.checkpoint.template_sandbox import Sandbox, compile_template
 from headrace.checkpoint.template_text import (
     CONTINUED,
     INSERTED,
@@ -48,6 +49,7 @@ _ROLES = frozenset(
     "system developer user assistant tool function ipython observation environment model".split()
 )
 """Roles that no user writes."""
+_MISSING = re.compile(r"'dict object' has no attribute '(\w+)'")
 _now = datetime.now()
 """The same time in all renderings of a request."""
 
@@ -123,7 +125,19 @@ def render(template: str, request: dict[str, Any]) -> dict[str, Any]:
     _now = datetime.now()
     tokens, names = request["tokens"], request["names"]
     messages = _needs(template, json.dumps(tokens)).adapt(names["messages"])
-    text = _generate(_compile(template), tokens | names | {"messages": messages})
+    compiled = _compile(template)
+    environment = cast(Sandbox, compiled.environment)
+    environment.watch(messages)
+    try:
+        text = _generate(compiled, tokens | names | {"messages": messages})
+    except _Refusal as refusal:
+        if refusal.blame == "messages" and environment.last_read:
+            number, field = environment.last_read
+            place = f"{request['places'][number]}.{field}"
+            raise _at(refusal, place, messages[number].get("role")) from None
+        raise
+    finally:
+        environment.watch(())
     if not request["traces"]:
         return {"text": text}
     traced = _trace(template, tokens, names | {"messages": messages}, request["continues"])
@@ -137,6 +151,17 @@ def render(template: str, request: dict[str, Any]) -> dict[str, Any]:
         "unknown": spans(traced, UNKNOWN),
         "end": continued[-1][1] if continued else None,
     }
+
+
+def _at(refusal: _Refusal, place: str, role: object) -> _Refusal:
+    """Add the field that the template read last."""
+    advice = ""
+    if role == "system":
+        advice = "; if the model takes no system message, put its text before the first user's"
+    reason = _MISSING.sub(r"the field '\1' is missing", str(refusal))
+    return _Refusal(
+        refusal.blame, f"{reason} (it last read {place}, role {str(role)[:64]!r}{advice})"
+    )
 
 
 def _trace(

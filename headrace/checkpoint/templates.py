@@ -75,12 +75,14 @@ class Renderer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         traces: bool = False,
         continues: bool = False,
+        places: Sequence[str] | None = None,
     ) -> Rendering:
         """Render a conversation; encode it without `add_special`.
 
         `named_tokens` are the tokenizer's, such as `bos_token`. `chat_template_kwargs`
         are further names, such as `enable_thinking`. `traces` asks for the origins of
-        characters, `continues` for the end of the last message's content. Raises
+        characters, `continues` for the end of the last message's content. `places`
+        names the messages in errors. Raises
         FormatError for a malformed or forbidden template, ClosedError, and RequestError
         for refused messages and above 4 MB, 2 s or 512 MB.
         """
@@ -118,6 +120,7 @@ class Renderer:
                 "names": names | dict(more_names),
                 "traces": traces or continues,
                 "continues": continues,
+                "places": places or [f"messages[{i}]" for i in range(len(messages))],
             }
         )
         if len(request) > _MAX_REQUEST:

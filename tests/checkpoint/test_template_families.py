@@ -305,7 +305,7 @@ def read(default: str | None, tool_use: str | None, **options: Any) -> str | Non
             return b"a" * 100
 
     reader = PromptReader("m", Plain(), default, RENDERER, 64, tool_use)  # type: ignore[arg-type]
-    return reader.read_chat(CHATS["one"], **options).text
+    return reader.read_chat(CHATS["one"], sanitize_control_tokens=False, **options).text
 
 
 def test_the_named_template_of_a_gguf_file(write_gguf: Any) -> None:

@@ -23,7 +23,13 @@ MIXED = concat(
 
 def request(names: dict[str, Any], *, continues: bool = False) -> dict[str, Any]:
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-    return {"tokens": tokens, "names": names, "traces": True, "continues": continues}
+    return {
+        "tokens": tokens,
+        "names": names,
+        "traces": True,
+        "continues": continues,
+        "places": ["m"] * 99,
+    }
 
 
 def rendered(template: str, content: str, **names: Any) -> dict[str, Any]:
