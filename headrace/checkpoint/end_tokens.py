@@ -44,11 +44,11 @@ _NO_ENDS: tuple[tuple[str, frozenset[str]], ...] = (
 """A name that is no end if the vocabulary has all the other names; the rules are llama.cpp's."""
 
 
-def excluded_names(control_tokens: AbstractSet[str]) -> frozenset[str]:
-    """Return the names that are no ends in a vocabulary with these control tokens."""
-    return frozenset(name for name, others in _NO_ENDS if others <= control_tokens)
+def excluded_names(added_tokens: AbstractSet[str]) -> frozenset[str]:
+    """Return the names that are no ends in a vocabulary with these added tokens, of any type."""
+    return frozenset(name for name, others in _NO_ENDS if others <= added_tokens)
 
 
-def end_names(control_tokens: AbstractSet[str]) -> frozenset[str]:
+def end_names(control_tokens: AbstractSet[str], added_tokens: AbstractSet[str]) -> frozenset[str]:
     """Return those of the control tokens whose name says that they end a response."""
-    return frozenset(control_tokens & END_TOKENS.keys()) - excluded_names(control_tokens)
+    return frozenset(control_tokens & END_TOKENS.keys()) - excluded_names(added_tokens)

@@ -187,7 +187,8 @@ class Tokenizer:
         if self.vocabulary.has_end_list:
             return frozenset()
         ids = {self._added[token_id].content: token_id for token_id in self.special_ids}
-        return frozenset(ids[name] for name in end_names(ids.keys()))
+        added = {token.content for token in self._added.values()}
+        return frozenset(ids[name] for name in end_names(ids.keys(), added))
 
     def _encode(self, backend: tokenizers.Tokenizer, text: str, add_special: bool) -> list[int]:
         with library_calls("the tokenizer cannot encode this text", RequestError):

@@ -176,8 +176,8 @@ def _listed_ends(metadata: Metadata, count: int) -> frozenset[int] | None:
 
 
 def _ends_by_key(metadata: Metadata, tokens: list[str], types: list[int]) -> frozenset[int]:
-    control = {token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL}
-    excluded = excluded_names(control)
+    added = {token for token, kind in zip(tokens, types, strict=True) if kind in _ADDED}
+    excluded = excluded_names(added)
     ids = (_token_id(metadata, name, len(tokens), None) for name in _END_KEYS)
     return frozenset(end for end in ids if end is not None and tokens[end] not in excluded)
 

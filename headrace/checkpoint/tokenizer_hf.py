@@ -31,6 +31,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         read_json(path) if (path := find(folder, name)) else {}
         for name in ("tokenizer_config.json", "config.json", "generation_config.json")
     )
+    model_config = _with_text_config(model_config)
     with library_calls(_FILE):
         backend = tokenizers.Tokenizer.from_buffer(text)
         check_growth(backend, _FILE)
@@ -48,6 +49,15 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         has_end_list=any(isinstance(value, list) and _ids(value, size) for value in ends),
     )
     return Tokenizer(backend, vocabulary, _FILE)
+
+
+def _with_text_config(model_config: dict[str, Any]) -> dict[str, Any]:
+    """Add the fields of the text part of a multimodal model, which its own fields precede."""
+    text_config = model_config.get("text_config")
+    if not isinstance(text_config, dict):
+        return model_config
+    own = {key: value for key, value in model_config.items() if value is not None}
+    return text_config | own
 
 
 def _make_deterministic(backend: tokenizers.Tokenizer) -> None:

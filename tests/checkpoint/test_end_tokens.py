@@ -103,6 +103,22 @@ def test_gpt_oss_of_a_gguf_file_ends_at_a_call(write_gguf: Any) -> None:
     assert names_of(tokenizer) == ends
 
 
+def test_a_format_shows_in_tokens_of_any_type(write_gguf: Any) -> None:
+    """Some files mark the tokens of gpt-oss as user-defined, and its template writes them."""
+    tokens = [*HARMONY, *byte_alphabet(), "ab"]
+    values = {
+        "tokens": tokens,
+        "token_type": [USER_DEFINED] * 3 + [CONTROL] + [USER_DEFINED] * 2 + [NORMAL] * 257,
+        "merges": ["a b"],
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    given = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+    given["tokenizer.chat_template"] = "<|start|>{{ messages[0].content }}<|return|><|call|>"
+    tokenizer = open_checkpoint(write_gguf(given)).load_tokenizer()
+    assert names_of(tokenizer) == {"<|return|>", "<|call|>"}
+
+
 @pytest.mark.parametrize("key", ["eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"])
 def test_keys_of_ends(key: str, write_gguf: Any) -> None:
     tokenizer = gguf_tokenizer(write_gguf, ["<mine>"], **{f"{key}_token_id": "<mine>"})
@@ -167,6 +183,17 @@ LISTS: list[tuple[list[str], dict[str, Any], set[str]]] = [
             "generation_config": {"eos_token_id": [258]},
         },
         {"<|endoftext|>", "<|im_end|>", "<mine>"},
+    ),
+    # the text part of a multimodal model
+    (
+        ["<a>", "<b>", "<c>"],
+        {"config": {"eos_token_id": None, "text_config": {"eos_token_id": [256, 257]}}},
+        {"<a>", "<b>"},
+    ),
+    (
+        ["<a>", "<b>", "<c>"],
+        {"config": {"eos_token_id": 258, "text_config": {"eos_token_id": [256, 257]}}},
+        {"<c>"},
     ),
     # a list without a valid id says nothing
     (["</s>"], {"generation_config": {"eos_token_id": [10**6, "x"]}}, {"</s>"}),

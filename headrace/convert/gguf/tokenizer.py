@@ -141,7 +141,8 @@ def _special(tokenizer: Tokenizer, state: dict[str, Any], checkpoint: Checkpoint
         special["padding"] = ids.get(padding)
     # A known name ends a response without a key. llama.cpp reads two further ends by key.
     control = {token["content"] for token in state["added_tokens"] if token["special"]}
-    by_name = {tokenizer.eos_id, *(ids[name] for name in end_names(control))}
+    added = {token["content"] for token in state["added_tokens"]}
+    by_name = {tokenizer.eos_id, *(ids[name] for name in end_names(control, added))}
     special |= dict(zip(("eot", "eom"), sorted(tokenizer.eos_ids - by_name), strict=False))
 
     add_bos, add_eos = _adds_bos_eos(tokenizer)
