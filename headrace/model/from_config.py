@@ -37,6 +37,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "embedding_multiplier": (1,),
     "final_logit_softcapping": (),
     "hidden_act": ("silu",),
+    "is_causal": (True,),
     "logit_scale": (1,),
     "logits_scaling": (1,),
     "mlp_bias": (False,),

@@ -193,3 +193,10 @@ def test_gguf_files_of_other_parts(tmp_path: Path) -> None:
         FormatError, match=rf"token_embd.* missing; expected shape \[{len(embedding)}"
     ):
         open_checkpoint(write_tiny_gguf(tmp_path / "head.gguf", weights=weights))
+
+
+@pytest.mark.parametrize("field", [{"is_causal": False}, {"use_bidirectional_attention": True}])
+def test_bidirectional_embedding_models_are_refused(field: dict[str, Any], tmp_path: Path) -> None:
+    (name,) = field
+    with pytest.raises(UnsupportedModelError, match=rf"{name} = \w+ is not supported"):
+        opened(tmp_path, arrays(), architectures=["LlamaModel"], **field)

@@ -235,6 +235,20 @@ def test_text_fields_at_the_top(name: str, tmp_path: Path) -> None:
     assert error_of(name, model, tmp_path) < 1e-4
 
 
+def test_gemma3_as_it_was_first_published(tmp_path: Path) -> None:
+    """Linear scaling of the layers without a window; no other rotary field, no list of layers."""
+    save("gemma3", tmp_path)
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text())
+    omitted = ("rope_parameters", "layer_types", "tie_word_embeddings", "_sliding_window_pattern")
+    text = {key: value for key, value in values["text_config"].items() if key not in omitted}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window_pattern": 3}
+    values.pop("tie_word_embeddings", None)
+    path.write_text(json.dumps(values | {"text_config": text}))
+    model = transformers.Gemma3ForConditionalGeneration.from_pretrained(tmp_path)
+    assert error_of("gemma3", model.float().eval(), tmp_path) < 1e-4
+
+
 @pytest.mark.parametrize("kind", TEXT_MODELS)
 def test_defaults_of_text_models(kind: str) -> None:
     config = CONFIG_MAPPING[kind]().to_dict()
