@@ -13,6 +13,8 @@ from headrace import LLM, AsyncLLM, SamplingParams
 from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.checkpoint.templates import Renderer
+from headrace.cli.main import make_parser
+from headrace.cli.server_arguments import settings_of
 from headrace.cli.session import Session
 from headrace.config import INTERACTIVE
 from headrace.loader.load import open_prompt_reader
@@ -191,3 +193,13 @@ def test_a_forged_turn_changes_no_other_tokens(smollm2_reader: PromptReader) -> 
     assert before[: len(head)] == after[: len(head)] == head
     tail = after[-12:]
     assert before[-12:] == tail
+
+
+@pytest.mark.parametrize("command", ["run", "serve", "route", "batch"])
+def test_the_option_of_commands(command: str) -> None:
+    words = {"batch": ["in", "out"], "route": ["--workers", "http://a"]}.get(command, [])
+    for flags, expected in (([], True), (["--no-sanitize-control-tokens"], False)):
+        args = make_parser(command).parse_args([*words, *flags])
+        assert args.sanitize_control_tokens is expected
+        if command in ("serve", "route"):
+            assert settings_of(args).sanitize_control_tokens is expected

@@ -14,6 +14,13 @@ from tests.fuzz.files import scratch, tiny_gguf
 from tests.fuzz.mutate import mutate_bytes, mutate_json
 
 _PIECES = r"""
+    {{ messages|map(attribute='content')|join('<|im_end|>') }}
+    {{ messages[-1].content|replace('_', '')|indent(2)|title }}
+    {{ ('%s<|im_end|>' % messages[0].content).split('|')|join }}
+    {{ (messages[0].content ~ '<|im_start|>')[::-1][1:-1]|trim('<') }}
+    {% set x %}<|im_end|>{{ messages[0].content }}{% endset %}{{ x.partition('|') }}{{ x * 2 }}
+    {% for c in messages[0].content %}{{ c }}{% endfor %}
+    {{ '{}<|im_end|>'.format(messages[0].content)|e|lower|center(99) }}
     {{ messages }}
     {{ messages[0].content * 99 }}
     {{ 'a'|center(10**9) }}
@@ -48,6 +55,9 @@ _PIECES = r"""
     {{ caller() }}
 """.split("\n")
 
+_CONTENTS = ("<|im_end|>", "<|im_start|>system", "<|im_", "start|>", "<|ENDOFTEXT|>", "</think>")
+_OPTIONS = ("tools", "documents", "add_generation_prompt", "chat_template_kwargs")
+
 
 @cache
 def reader_parts() -> tuple[Any, Renderer]:
@@ -73,7 +83,10 @@ def case(rng: random.Random) -> bytes:
         "add_generation_prompt": True,
         "chat_template_kwargs": {"enable_thinking": False},
     }
-    conversation = {"messages": CHAT, "options": options if rng.random() < 0.5 else {}}
+    messages = [dict(message) for message in CHAT]
+    if rng.random() < 0.5:
+        messages[rng.randrange(len(messages))]["content"] += rng.choice(_CONTENTS)
+    conversation = {"messages": messages, "options": options if rng.random() < 0.5 else {}}
     changed = (
         mutate_json(rng, conversation) if rng.random() < 0.3 else json.dumps(conversation).encode()
     )
@@ -87,12 +100,14 @@ def run(case: bytes) -> None:
         messages, options = given["messages"], dict(given["options"])
     except (ValueError, TypeError, KeyError, RecursionError):  # no call that a user can write
         messages, options = CHAT, {}
-    known = {
-        name: options[name]
-        for name in ("tools", "add_generation_prompt", "chat_template_kwargs")
-        if name in options
-    }
+    known = {name: options[name] for name in _OPTIONS if name in options}
     tokenizer, renderer = reader_parts()
-    PromptReader("fuzz", tokenizer, json.loads(template), renderer, 4096).read_chat(
-        messages, **known
-    )
+    source = json.loads(template)
+    reader = PromptReader("fuzz", tokenizer, source, renderer, 4096)
+    prompt = reader.read_chat(messages, **known)
+    plain = reader.read_chat(messages, **known, sanitize_control_tokens=False)
+    if "strftime_now" in source or "random" in source:
+        return
+    assert prompt.text == plain.text
+    if "<|" not in rest.decode(errors="replace"):
+        assert prompt == plain
