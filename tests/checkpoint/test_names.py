@@ -17,6 +17,7 @@ from headrace.checkpoint.head import is_equal
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.names import text_names
 from headrace.errors import FormatError, RequestError, UnsupportedModelError
+from headrace.measure.evaluate import evaluate
 from headrace.model import FAMILIES
 from headrace.quant.formats import StoredTensor
 from tests.backend.stored import random_stored
@@ -144,6 +145,15 @@ def test_a_model_without_a_head_only_embeds(
         assert np.isfinite(llm.embed(["a", "bc"])).all()
         with pytest.raises(RequestError, match=r"no head \(lm_head\.weight\).*call embed"):
             llm.generate("a", SamplingParams(max_tokens=1))
+
+
+def test_a_model_without_a_head_has_no_probabilities(tmp_path: Path) -> None:
+    model = with_tokenizer(write(tmp_path / "model", arrays()))
+    bare = with_tokenizer(write(tmp_path / "bare", arrays(), tie_word_embeddings=False))
+    with pytest.raises(RequestError, match=r"bare only computes embeddings.*to evaluate"):
+        evaluate(str(bare))
+    with pytest.raises(RequestError, match=r"draft_model '.*bare' only computes embeddings"):
+        LLM(str(model), proposer="draft_model", draft_model=str(bare), threads=1)
 
 
 @pytest.mark.parametrize("format", ["F32", "BF16", "Q8_0"])
