@@ -151,9 +151,9 @@ class _Placement:
         if tensor is None:
             return None
         self._used.add(("weight", plain))
-        if name in (_EMBED, _HEAD) and tensor.shape[:1] != shape[:1]:
+        if name in (_EMBED, _HEAD) and len(tensor.shape) == 2 and tensor.rows != shape[0]:
             raise UnsupportedModelError(
-                f"{where}: tensor {tensor.name[:200]} has {tensor.shape[0]:,} rows, but the "
+                f"{where}: tensor {tensor.name[:200]} has {tensor.rows:,} rows, but the "
                 f"vocabulary {shape[0]:,}: the adapter was trained with other tokens; merge it "
                 "with its own tools and load the merged model"
             )

@@ -41,6 +41,33 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {
         fp8.FP8 | {"weight_block_size": [4, 32]},
         {"x.weight": FP8, "x.weight_scale_inv": torch.ones(2, 2)},
     ),
+    "MLX": (
+        {"quant_method": "mlx", "bits": 4, "group_size": 32},
+        {
+            "x.weight": torch.ones(8, 8, dtype=torch.uint32),
+            "x.scales": torch.ones(8, 2),
+            "x.biases": torch.ones(8, 2),
+        },
+    ),
+    "MLX, powers of two": (
+        {"quant_method": "mlx", "bits": 4, "group_size": 32, "mode": "mxfp4"},
+        {
+            "x.weight": torch.ones(8, 8, dtype=torch.uint32),
+            "x.scales": torch.ones(8, 2, dtype=torch.uint8),
+        },
+    ),
+    "Model Optimizer": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        {
+            "x.weight": torch.ones(8, 32, dtype=torch.uint8),
+            "x.weight_scale": torch.ones(8, 4).to(torch.float8_e4m3fn),
+            "x.weight_scale_2": torch.ones(1),
+        },
+    ),
+    "Model Optimizer, 8 bits": (
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        {"x.weight": FP8, "x.weight_scale": torch.ones(8, 1)},
+    ),
     "nf4": (bnb.FOUR, bnb.TestMalformed.TENSORS | bnb.NESTED | bnb.TestMalformed().state()),
     "LLM.int8": (
         bnb.EIGHT,
@@ -56,6 +83,7 @@ TYPES = [
     torch.int16,
     torch.int32,
     torch.int64,
+    torch.uint32,
     torch.bool,
     torch.float8_e4m3fn,
     torch.float8_e5m2,

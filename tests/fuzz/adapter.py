@@ -1,4 +1,6 @@
-"""LoRA adapters: configuration, tensor names and shapes, read for a small model."""
+"""Adapters of PEFT and mlx-lm: configuration, tensor names and shapes, read for a small model, and
+made into weights.
+"""
 
 import json
 import math
@@ -9,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from headrace.checkpoint.adapter import read_adapter
-from headrace.checkpoint.load import open_checkpoint
-from headrace.model.spec import ModelSpec
+from headrace.checkpoint.load import Checkpoint, open_checkpoint
+from headrace.program.adapter import Adapter, OwnWeight
 from tests.fuzz.files import folder, save_file, scratch
 from tests.fuzz.mutate import mutate_json
 
@@ -23,22 +25,68 @@ _CONFIG = {
     "alpha_pattern": {"v_proj": 3},
     "init_lora_weights": True,
 }
-ORIGINAL: dict[str, Any] = {
-    "config": _CONFIG,
-    "tensors": {
-        f"base_model.model.model.layers.{layer}.{module}.lora_{half}.weight": shape
-        for layer in range(2)
-        for module, (rows, cols) in _MODULES.items()
-        for half, shape in (("A", [4, cols]), ("B", [rows, 4]))
-    },
+_OWN = _CONFIG | {
+    "use_dora": True,
+    "bias": "lora_only",
+    "modules_to_save": ["norm", "lm_head"],
+    "trainable_token_indices": {"embed_tokens": [1, 5]},
+    "ensure_weight_tying": False,
 }
+_MLX = {
+    "fine_tune_type": "dora",
+    "num_layers": 2,
+    "lora_parameters": {"rank": 4, "scale": 20.0, "keys": ["self_attn.q_proj"]},
+}
+
+
+def _peft(layers: int, magnitudes: bool) -> dict[str, list[int]]:
+    shapes = {}
+    for layer in range(layers):
+        for module, (rows, cols) in _MODULES.items():
+            name = f"base_model.model.model.layers.{layer}.{module}.lora_"
+            shapes |= {f"{name}A.weight": [4, cols], f"{name}B.weight": [rows, 4]}
+            if magnitudes:
+                shapes[f"{name}magnitude_vector"] = [rows]
+    return shapes
+
+
+ORIGINALS: list[dict[str, Any]] = [
+    {"config": _CONFIG, "tensors": _peft(2, magnitudes=False)},
+    {
+        "config": _OWN,
+        "tensors": _peft(1, magnitudes=True)
+        | {
+            "base_model.model.lm_head.weight": [300, 32],
+            "base_model.model.model.norm.modules_to_save.default.weight": [32],
+            "base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias": [32],
+            "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": [2, 32],
+        },
+    },
+    {
+        "config": _CONFIG,
+        "tensors": {
+            "base_model.model.model.embed_tokens.lora_embedding_A": [4, 300],
+            "base_model.model.model.embed_tokens.lora_embedding_B": [32, 4],
+            "base_model.model.model.embed_tokens.base_layer.weight": [300, 32],
+        },
+    },
+    {
+        "config": _MLX,
+        "tensors": {
+            "model.layers.0.self_attn.q_proj.lora_a": [32, 4],
+            "model.layers.0.self_attn.q_proj.lora_b": [4, 32],
+            "model.layers.0.self_attn.q_proj.m": [32],
+            "model.layers.1.mlp.down_proj.weight": [32, 48],
+        },
+    },
+]
 _EXTRA = ["all", "pissa", {"q_proj": 2}, {"(a*)*b": 1}, [4, 32], [32, 4], [2000, 32], [1, 1], True]
 _MAX_NUMBERS = 1 << 20
 """Maximum numbers of a written tensor."""
 
 
 def case(rng: random.Random) -> bytes:
-    return mutate_json(rng, ORIGINAL, _EXTRA)
+    return mutate_json(rng, rng.choice(ORIGINALS), _EXTRA)
 
 
 def run(case: bytes) -> None:
@@ -52,10 +100,9 @@ def run(case: bytes) -> None:
             for name, shape in tensors
             if _is_shape(shape) and math.prod(shape) <= _MAX_NUMBERS
         }
-        save_file(
-            {name: np.zeros(shape, np.float32) for name, shape in shapes.items()},
-            path / "adapter_model.safetensors",
-        )
+        arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        for name in ("adapter_model.safetensors", "adapters.safetensors"):
+            save_file(arrays, path / name)
     except (
         ValueError,
         TypeError,
@@ -68,7 +115,16 @@ def run(case: bytes) -> None:
     (path / "adapter_config.json").write_bytes(
         case if config is None else json.dumps(config).encode()
     )
-    read_adapter(path, _spec())
+    make_weights(read_adapter(path, _checkpoint().spec))
+
+
+def make_weights(adapter: Adapter) -> None:
+    """Make each weight of the adapter's own from the model's."""
+    tensors = _checkpoint().tensors
+    for name, change in adapter.items():
+        if isinstance(change, OwnWeight):
+            made = change.make(name, tensors.get("embed" if name == "head" else name))
+            made.dequantise()
 
 
 def _is_shape(value: Any) -> bool:
@@ -80,5 +136,5 @@ def _is_shape(value: Any) -> bool:
 
 
 @cache
-def _spec() -> ModelSpec:
-    return open_checkpoint(folder("adapted")).spec
+def _checkpoint() -> Checkpoint:
+    return open_checkpoint(folder("adapted"))

@@ -29,10 +29,12 @@ def scratch() -> Path:
     return folder
 
 
-def tiny_gguf(kind: str, sentencepiece: bool) -> bytes:
-    """The content of a small model with weights of that format."""
+def tiny_gguf(kind: str, sentencepiece: bool, weights: dict[str, Any] | None = None) -> bytes:
+    """The content of a small model with weights of that format, and further tensors."""
     path = scratch() / "valid.gguf"
-    write_tiny_gguf(path, kind=kind, **sentencepiece_parts() if sentencepiece else {})
+    parts = sentencepiece_parts() if sentencepiece else {}
+    parts["weights"] = {**(parts.get("weights") or {}), **(weights or {})}
+    write_tiny_gguf(path, kind=kind, **parts)
     return path.read_bytes()
 
 
