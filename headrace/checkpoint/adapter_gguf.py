@@ -2,6 +2,7 @@
 
 A weight X has `X.weight.lora_a` [rank, cols] and `X.weight.lora_b` [rows, rank]; token embeddings
 have [vocab, rank] and [dim, rank]. The scale is `adapter.lora.alpha` / rank, or 1 without an alpha.
+A norm's weight is whole (llama.cpp leaves it out).
 """
 
 import re
@@ -15,7 +16,7 @@ from headrace.errors import FormatError, UnsupportedModelError
 from headrace.program.adapter import LowRank
 
 _NAME = re.compile(r"(?P<module>.+)\.weight\.(?P<part>lora_[ab])")
-_EMBEDDING = "token_embd"
+_EMBEDDING, _NORM = "token_embd", "_norm.weight"
 
 
 def is_adapter(metadata: Metadata) -> bool:
@@ -41,8 +42,12 @@ def read_gguf_adapter(path: Path, architectures: tuple[str, ...]) -> AdapterPart
             f"{path.name}: the adapter is for a {architecture[:40]} model, and the model is "
             f"{' or '.join(architectures)}"
         )
+    parts = AdapterParts(where=path.name)
     pairs: dict[str, dict[str, Floats]] = {}
     for name, tensor in file.tensors.items():
+        if name.endswith(_NORM) and len(tensor.shape) == 1:
+            parts.weights[name] = tensor
+            continue
         match = _NAME.fullmatch(name)
         if match is None or len(tensor.shape) != 2:
             raise UnsupportedModelError(
@@ -50,10 +55,9 @@ def read_gguf_adapter(path: Path, architectures: tuple[str, ...]) -> AdapterPart
                 "linear layer or an embedding"
             )
         pairs.setdefault(match["module"], {})[match["part"]] = tensor.dequantise()
-    if not pairs:
+    if not pairs and not parts.weights:
         raise FormatError(f"{path.name}: no tensors")
     alpha = metadata.number("adapter.lora.alpha", 0.0)
-    parts = AdapterParts(where=path.name)
     for module, halves in pairs.items():
         if module == _EMBEDDING and "lora_a" in halves:
             halves = {**halves, "lora_a": halves["lora_a"].T}

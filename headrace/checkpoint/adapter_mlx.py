@@ -2,7 +2,8 @@
 
 `adapter_config.json` has `fine_tune_type` and `lora_parameters`. In `adapters.safetensors` a
 module X has `X.lora_a` [cols, rank] and `X.lora_b` [rank, rows]; with DoRA also `X.m`, the length
-of each row. The product is scale * (x @ lora_a) @ lora_b. An embedding's `lora_a` is
+of each row. The product is scale * (x @ lora_a) @ lora_b; versions before 0.19 had an alpha too,
+and multiplied by alpha / rank. An embedding's `lora_a` is
 [vocab, rank], and a head that is tied to it changes with it. Other tensors are whole weights.
 """
 
@@ -66,9 +67,11 @@ def read_mlx(path: Path, config: JsonFields, embeddings: frozenset[str]) -> Adap
         else:
             parts.weights[f"{module}.{part}"] = tensor
 
-    scale = config.section("lora_parameters").number("scale", 20.0 if pairs else 1.0)
+    given = config.section("lora_parameters")
+    factor, alpha = given.number("scale", 20.0), given.optional_number("alpha")
     for module, halves in pairs.items():
         down, up = checked_pair(module, {name: half.T for name, half in halves.items()}, TENSORS)
+        scale = factor if alpha is None else factor * alpha / len(down)
         if module in embeddings:
             parts.embeddings[module] = LowRank(np.ascontiguousarray(up.T), down.T, scale)
         else:

@@ -142,7 +142,8 @@ def with_own_weights(program: Program, own: Mapping[str, StoredTensor]) -> Progr
     """The program with the adapter's own weights, under the names of `own_name`.
 
     `program` is traced, not fused. Biases that the model does not have are added to their linear
-    ops. Raises FormatError for other shapes than the program's.
+    ops. Raises FormatError for other shapes than the program's, UnsupportedModelError for a weight
+    that no op has.
     """
     named = {own_name(name): tensor for name, tensor in own.items()}
     tracer, tied = Tracer(named), _tied_head(program)
@@ -152,15 +153,21 @@ def with_own_weights(program: Program, own: Mapping[str, StoredTensor]) -> Progr
 
     def changed(op: Op) -> Op:
         if op == tied:
-            return replace(tied, weight=weight(tied.weight, _HEAD))
+            bias = tied.bias and weight(tied.bias, tied.bias.name)
+            return replace(tied, weight=weight(tied.weight, _HEAD), bias=bias)
         op = op.with_weights({old.name: weight(old, old.name) for old in op.weights()})
         if isinstance(op, Linear) and op.bias is None:
-            bias = f"{op.weight.name.removesuffix(_OWN)}_bias"
-            if bias in own:
-                return replace(op, bias=tracer.vector(own_name(bias), op.weight.rows))
+            name = f"{op.weight.name.removesuffix(_OWN)}_bias"
+            if name in own:
+                return replace(op, bias=tracer.vector(own_name(name), op.weight.rows))
         return op
 
-    return replace(program, ops=tuple(map(changed, program.ops)))
+    result = replace(program, ops=tuple(map(changed, program.ops)))
+    if unused := sorted(named.keys() - result.weights.keys()):
+        raise UnsupportedModelError(
+            f"the adapter has {unused[0].removesuffix(_OWN)}, which the model does not use"
+        )
+    return result
 
 
 _OWN = " of the adapter"

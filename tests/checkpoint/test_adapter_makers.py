@@ -159,6 +159,23 @@ def test_mlx_matrices_equal_those_of_peft(tmp_path: Path) -> None:
     same(read_adapter(mlx_folder(tmp_path, tensors), SPEC), wanted)
 
 
+def test_alpha_of_older_mlx_adapters(tmp_path: Path) -> None:
+    parameters = {"rank": RANK, "alpha": 16.0, "scale": 10.0}
+    (change,) = read_adapter(
+        mlx_folder(tmp_path, MLX_PAIR, lora_parameters=parameters), SPEC
+    ).values()
+    assert isinstance(change, LowRank) and change.scale == 40.0
+
+
+def test_gguf_norms_are_whole_weights(tmp_path: Path) -> None:
+    tensors = {"blk.1.ffn_norm.weight": matrix(DIM), "output_norm.weight": matrix(DIM)}
+    found = read_adapter(gguf_file(tmp_path / "a.gguf", tensors), SPEC)
+    assert found.keys() == {"layers.1.mlp_norm", "norm"}
+    for own in found.values():
+        assert isinstance(own, OwnWeight)
+        assert (own.make("x", None).dequantise() == matrix(DIM)).all()
+
+
 def test_mlx_magnitudes_equal_those_of_peft(tmp_path: Path) -> None:
     (tmp_path / "peft").mkdir()
     norms = {module: np.abs(matrix(rows)) + 1 for module, rows in ROWS.items()}

@@ -64,7 +64,7 @@ def adapter(which: int, number: int) -> Adapter:
         names[0]: OwnWeight(delta=low_rank[names[0]], row_norms=norms),
         "embed": OwnWeight(rows=tokens) if number > 1 else own("embed"),
         "head": OwnWeight(delta=LowRank(matrix(2, spec.dim), matrix(spec.vocab_size, 2), 1.0)),
-        "layers.0.ffn_norm": OwnWeight(added=matrix(1, spec.dim)[0]),
+        "layers.0.mlp_norm": OwnWeight(added=matrix(1, spec.dim)[0]),
         "layers.1.o_bias": OwnWeight(added=matrix(1, spec.dim)[0]),
     }
 
