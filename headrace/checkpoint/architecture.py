@@ -7,6 +7,7 @@ from headrace.errors import HeadraceError, UnsupportedModelError
 from headrace.model.family import Layout
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_ENCODER = re.compile("bert|mpnet|electra|t5encoder", re.IGNORECASE)
 _MAX_SHOWN = 4
 _HEADED = ("ForCausalLM", "LMHeadModel")
 _BASES = ("Model", "TextModel")
@@ -45,6 +46,12 @@ def _names(layout: Layout) -> set[str]:
 def _unknown(
     name: str, layouts: Sequence[Layout], where: str, tensor_names: Callable[[], Iterable[str]]
 ) -> UnsupportedModelError:
+    if _ENCODER.search(name):
+        return UnsupportedModelError(
+            f"{where}: architecture {name[:80]!r} is an encoder, as in folders of "
+            "sentence-transformers, and Headrace runs decoders; for embeddings use a decoder that "
+            "was trained for them, such as Qwen3-Embedding"
+        )
     try:
         kinds = Counter(_NUMBER.sub("{}", tensor) for tensor in tensor_names())
     except HeadraceError:

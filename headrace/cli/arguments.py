@@ -62,7 +62,7 @@ def add_kv_dtype(parser: Arguments) -> None:
         "--kv-dtype",
         choices=get_args(KvDtype),
         default=EngineConfig.kv_dtype,
-        help="number format of the KV cache",
+        help="number format of the KV cache; fp8 is for a GPU only, int4 for the CPU only",
     )
 
 

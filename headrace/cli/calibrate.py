@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
   headrace calibrate smollm2
-  headrace calibrate MODEL --draft SMALLER_MODEL --prompt "def main():"
+  headrace calibrate MODEL --draft-model SMALLER_MODEL --prompt "def main():"
   headrace calibrate MODEL --layers 6,12 --depth 4 --json"""
 
 
@@ -33,7 +33,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser, optional=True)
     draft = parser.add_argument_group("draft models")
     draft.add_argument(
-        "--draft", metavar="MODEL", help="smaller model with the same vocabulary, measured as well"
+        "--draft-model",
+        metavar="MODEL",
+        help="smaller model with the same vocabulary, measured as well",
     )
     draft.add_argument(
         "--layers",
@@ -73,13 +75,13 @@ def run(args: argparse.Namespace) -> int:
     from headrace.measure.calibrate import PROMPT, calibrate
     from headrace.measure.table import print_json
 
-    for flag in ("prompt", "draft"):
-        if getattr(args, flag) == "":
+    for flag in ("prompt", "draft-model"):
+        if getattr(args, flag.replace("-", "_")) == "":
             raise RequestError(f"--{flag} is empty; write a text, or leave it out")
     try:
         calibration = calibrate(
             args.model,
-            draft_model=args.draft or "",
+            draft_model=args.draft_model or "",
             layers=args.layers,
             prompt=args.prompt or PROMPT,
             tokens=args.tokens,

@@ -52,6 +52,8 @@ def _print(facts: dict[str, Any]) -> None:
 
 
 def _model_figures(facts: dict[str, Any]) -> dict[str, str]:
+    from headrace.measure.table import size
+
     backend, remark = facts["backend"], facts["backend_remark"]
     return {
         "file": facts["path"],
@@ -67,6 +69,7 @@ def _model_figures(facts: dict[str, Any]) -> dict[str, str]:
         "runs on": f"{backend}; {remark}" if remark else backend,
         **_weight_figures(facts),
         **({"note": "; ".join(facts["notes"])} if facts["notes"] else {}),
+        "tokenizer in memory": f"about {size(facts['tokenizer_bytes'])}",
         "KV per token": _sizes(facts["kv_bytes_per_token"]),
         **_kv_group_figures(facts["kv_groups"]),
     }

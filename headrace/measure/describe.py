@@ -29,6 +29,8 @@ from headrace.quant.formats import FORMATS, StoredTensor
 
 DEPTHS = (0, 2048)
 """Tokens of context."""
+TOKENIZER_BYTES = 750
+"""Bytes of a tokenizer per token while it is built (Qwen2.5: 738, SmolLM2: 716)."""
 _FORMATS = ("BF16", "Q8_0", "Q6_K", "Q4_K", "Q4_0")
 
 
@@ -76,7 +78,8 @@ def describe(model: str, **options: Unpack[EngineOptions]) -> dict[str, Any]:
         "bytes_in_memory": program.weight_bytes,
         "bytes_in_format": {} if has_weights else _bytes_in_formats(spec),
         "kv_groups": [_kv_group_facts(group, choice.backend) for group in program.kv_groups],
-        **_memory_facts(config, program, spec.max_context),
+        "tokenizer_bytes": spec.vocab_size * TOKENIZER_BYTES,
+        **_memory_facts(config, program, spec),
         "limits": _speed_limits(program, choice.backend),
         "ranks": _rank_facts(config, traced, checkpoint.tensors),
     }
@@ -89,8 +92,9 @@ def _bytes_in_formats(spec: ModelSpec) -> dict[str, int]:
     }
 
 
-def _memory_facts(config: EngineConfig, program: Program, context: int) -> dict[str, Any]:
-    memory = memory_for(config, program)
+def _memory_facts(config: EngineConfig, program: Program, spec: ModelSpec) -> dict[str, Any]:
+    memory, context = memory_for(config, program), spec.max_context
+    tokenizer = 0 if memory.on_gpu else spec.vocab_size * TOKENIZER_BYTES
     groups, dtypes = program.kv_groups, config.traits.kv_dtypes
     fits = {
         dtype: Fit(
@@ -98,7 +102,7 @@ def _memory_facts(config: EngineConfig, program: Program, context: int) -> dict[
             weights=program.weight_bytes,
             kv_per_sequence=_sequence_bytes(groups, dtype, context, config.backend),
             context=context,
-            to_run=memory.runtime,
+            to_run=memory.runtime + tokenizer,
         )
         for dtype in dtypes
     }

@@ -264,7 +264,7 @@ def spec_of(folder: Path, change: dict[str, Any]) -> ModelSpec:
 
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_key_value_heads": 4}
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["BertLMHeadModel"]}, "BertLMHeadModel.*LlamaForCausalLM"),
+    ({"architectures": ["RwkvForCausalLM"]}, "RwkvForCausalLM.*LlamaForCausalLM"),
     ({"architectures": None, "model_type": "rwkv"}, "rwkv"),
     ({"hidden_act": "gelu"}, "hidden_act"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -568,6 +568,10 @@ class TestGguf:
             (
                 {"general.architecture": "rwkv"},
                 "unknown architecture 'rwkv'; the nearest known architecture, .* has all",
+            ),
+            *(
+                ({"general.architecture": name}, f"'{name}' is an encoder.*use a decoder")
+                for name in ("bert", "nomic-bert", "BertModel", "MPNetModel", "XLMRobertaModel")
             ),
             ({"llama.expert_group_count": 8}, "llama.expert_group_count"),
             ({"llama.attention.causal": False}, "attention.causal"),

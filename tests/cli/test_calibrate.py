@@ -64,7 +64,7 @@ def test_calibrate_finds_layers_without_effect(
 
 
 def test_calibrate_with_a_draft_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", str(model), "--draft", str(model), *QUICK]) == 0
+    assert main(["calibrate", str(model), "--draft-model", str(model), *QUICK]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[1].split()[:2] == [str(model), "100%"]
     assert "measured" in out or "None of these saves time here" in out
@@ -105,7 +105,7 @@ def test_calibrate_beyond_memory(
     monkeypatch.setattr(
         "headrace.measure.calibrate.compile_program", lambda *arguments: pytest.fail("compiled")
     )
-    assert main(["calibrate", str(model), "--draft", str(model), *QUICK]) == 4
+    assert main(["calibrate", str(model), "--draft-model", str(model), *QUICK]) == 4
     monkeypatch.setattr("headrace.loader.memory.available_memory", lambda: enough - 1)
     assert main(["calibrate", str(model), "--layers", "1", *QUICK]) == 4
     assert f"{weights:,} bytes of weights" in capsys.readouterr().err

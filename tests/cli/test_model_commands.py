@@ -12,6 +12,7 @@ from headrace.backend import compile_program
 from headrace.checkpoint.load import open_checkpoint
 from headrace.cli.main import main
 from headrace.config import KvConfig
+from headrace.measure.describe import TOKENIZER_BYTES
 from headrace.model import trace_model
 from headrace.planner.fit import RUNTIME_BYTES
 
@@ -78,7 +79,9 @@ class TestShow:
             facts["fits"]["bf16"]["full_sequences"]
             == facts["fits"]["bf16"]["tokens"] // facts["context"]
         )
+        assert facts["tokenizer_bytes"] == TOKENIZER_BYTES * facts["vocabulary"]
         budget = facts["memory_available"] - facts["bytes_in_memory"] - RUNTIME_BYTES
+        budget -= facts["tokenizer_bytes"]
         assert facts["fits"]["bf16"]["tokens"] == budget // facts["kv_bytes_per_token"]["bf16"]
 
     def test_ranks(self, headrace) -> None:
@@ -102,6 +105,7 @@ class TestShow:
             and "23.0 kB in bf16" in text
         )
         assert re.search(r"weights in memory +\d+\.\d MB", text)
+        assert re.search(r"tokenizer in memory +about 36\.9 MB", text)
 
     def test_speed_limits_need_a_measured_machine(
         self, headrace, smollm2: Path, tmp_path: Path
