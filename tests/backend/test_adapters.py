@@ -1,6 +1,6 @@
 """Adapters in the native plan equal the reference, and invalid calls are refused."""
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,8 +11,9 @@ from headrace.backend.cpu.executable import CpuExecutable
 from headrace.backend.reference.executable import ReferenceExecutable
 from headrace.batch import RaggedBatch, ints
 from headrace.config import KvConfig
+from headrace.errors import UnsupportedModelError
 from headrace.model import linear_weights, tensor_shapes, trace_model
-from headrace.program.adapter import Adapter, LowRank, adapted
+from headrace.program.adapter import Adapter, LowRank, OwnWeight, adapted, only_low_rank
 from headrace.program.op import StepSize
 from tests.backend.batches import Sequence, batch_of
 from tests.tiny import tiny_model
@@ -132,3 +133,25 @@ def test_adapter_bytes_of_a_step() -> None:
     )
     held = executable.plan.adapter_bytes(executable.add_adapter(adapter))
     assert with_it - without <= held <= 1.01 * (with_it - without), "and what fills the last tiles"
+
+
+def test_other_backends_refuse_weights_of_an_adapter() -> None:
+    low_rank, change = made(2), OwnWeight(added=np.ones(32, np.float32))
+    assert only_low_rank(low_rank, "GPUs") == low_rank
+    with pytest.raises(UnsupportedModelError, match=r"GPUs do not support; .*--merge-adapter"):
+        only_low_rank({**low_rank, "norm": change}, "GPUs")
+
+
+def test_a_weight_that_no_op_has_is_refused() -> None:
+    executable = CpuExecutable(trace_model(SPEC, TENSORS), TENSORS, KV, 1, "")
+    with pytest.raises(UnsupportedModelError, match=r"layers\.7\.mlp_norm, which the model"):
+        executable.add_adapter({"layers.7.mlp_norm": OwnWeight(added=np.ones(32, np.float32))})
+
+
+def test_a_plan_may_share_weights_and_kv_with_another() -> None:
+    with pytest.raises(TypeError):
+        _native.Plan(None)  # type: ignore[call-overload]
+    plan = _native.Plan("", 2)
+    shared = cast(Any, _native.Plan)(plan)
+    del plan
+    assert shared.threads == 2 and shared.weight_bytes == 0
