@@ -19,11 +19,11 @@ from headrace.checkpoint.adapter_parts import (
     is_of_other_part,
     matrix_of,
     plain_name,
+    tensors_file,
     vector_of,
 )
-from headrace.checkpoint.files import find, member
 from headrace.checkpoint.safetensors import read_safetensors
-from headrace.errors import FormatError, ModelNotFoundError
+from headrace.errors import FormatError
 from headrace.model.fields import JsonFields
 from headrace.program.adapter import LowRank
 
@@ -44,13 +44,11 @@ def read_mlx(path: Path, config: JsonFields, embeddings: frozenset[str]) -> Adap
     kind = config.string("fine_tune_type", "lora")
     if kind not in _TYPES:
         raise config.unsupported("fine_tune_type", f"; {', '.join(_TYPES)} are")
-    if not find(path, TENSORS):
-        raise ModelNotFoundError(f"{path}: no {TENSORS}")
     parts = AdapterParts(where=TENSORS, ties_head=True)
     pairs: dict[str, dict[str, Floats]] = {}
     norms: dict[str, Floats] = {}
     found = set[tuple[str, str]]()
-    for full_name, tensor in read_safetensors(member(path, TENSORS)).items():
+    for full_name, tensor in read_safetensors(tensors_file(path, TENSORS, "adapters.npz")).items():
         if is_of_other_part(full_name):
             continue
         match = _NAME.fullmatch(full_name)

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.errors import FormatError
+from headrace.checkpoint.files import find, member
+from headrace.errors import FormatError, ModelNotFoundError
 from headrace.program.adapter import LowRank
 from headrace.quant.formats import StoredTensor
 from headrace.quant.spec import PLAIN
@@ -69,6 +71,18 @@ class AdapterParts:
             self.token_rows,
         )
         return {module for change in changes for module in change}
+
+
+def tensors_file(folder: Path, name: str, older: str) -> Path:
+    """The file of the tensors. Raises ModelNotFoundError, which names an older file if it is there
+    instead.
+    """
+    if find(folder, name):
+        return member(folder, name)
+    hint = ""
+    if find(folder, older):
+        hint = f"; {older} is a pickle or older format, which is not loaded: save the adapter again"
+    raise ModelNotFoundError(f"{folder}: no {name}{hint}")
 
 
 def plain_name(name: str) -> str:

@@ -21,11 +21,11 @@ from headrace.checkpoint.adapter_parts import (
     is_of_other_part,
     matrix_of,
     plain_name,
+    tensors_file,
     vector_of,
 )
-from headrace.checkpoint.files import find, member
 from headrace.checkpoint.safetensors import read_safetensors
-from headrace.errors import FormatError, ModelNotFoundError, UnsupportedModelError
+from headrace.errors import FormatError, UnsupportedModelError
 from headrace.model.fields import JsonFields
 from headrace.program.adapter import LowRank
 from headrace.quant.formats import StoredTensor
@@ -96,14 +96,14 @@ class _Name(NamedTuple):
 def read_peft(path: Path, config: JsonFields) -> AdapterParts:
     """Read the tensors. Raises ModelNotFoundError, FormatError or UnsupportedModelError."""
     _check(config)
-    if not find(path, TENSORS):
-        raise ModelNotFoundError(f"{path}: no {TENSORS}")
     parts = AdapterParts(where=TENSORS)
     pairs: dict[str, dict[str, Floats]] = {}
     embedding_pairs: dict[str, dict[str, Floats]] = {}
     norms: dict[str, Floats] = {}
     biases: dict[str, Floats] = {}
-    for (module, part, kind), tensor in _named(read_safetensors(member(path, TENSORS))):
+    for (module, part, kind), tensor in _named(
+        read_safetensors(tensors_file(path, TENSORS, "adapter_model.bin"))
+    ):
         match part, kind:
             case (("lora_A" | "lora_B"), "weight"):
                 pairs.setdefault(module, {})[part] = matrix_of(tensor, TENSORS)

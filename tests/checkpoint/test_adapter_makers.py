@@ -340,6 +340,23 @@ def test_a_folder_with_a_gguf_adapter_names_it(tmp_path: Path) -> None:
         read_adapter(tmp_path, SPEC)
 
 
+@pytest.mark.parametrize(
+    ("make", "name", "older"),
+    [
+        (peft_folder, "adapter_model.safetensors", "adapter_model.bin"),
+        (mlx_folder, "adapters.safetensors", "adapters.npz"),
+    ],
+)
+def test_files_of_older_versions_are_named(
+    make: Callable[..., Path], name: str, older: str, tmp_path: Path
+) -> None:
+    (make(tmp_path, lora()) / name).rename(tmp_path / older)
+    with pytest.raises(
+        ModelNotFoundError, match=f"no {name}; {older} is .* save the adapter again"
+    ):
+        read_adapter(tmp_path, SPEC)
+
+
 def test_unchanged_embeddings_are_not_stored_again() -> None:
     own = OwnWeight(values=StoredTensor.from_floats("x", TENSORS["embed"].dequantise()))
     assert own.keeps(TENSORS["embed"]) and not own.keeps(TENSORS["head"]) and not own.keeps(None)
