@@ -11,6 +11,17 @@ class HeadraceError(Exception):
 
     exit_code = 1
     """Exit code of the `headrace` command."""
+    advice = ""
+    """Next step for the user, if a message has none of its own after a semicolon."""
+
+    @property
+    def reason(self) -> str:
+        """The message without the advice of its class."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        reason = self.reason
+        return reason if not self.advice or ";" in reason else f"{reason}; {self.advice}"
 
 
 class RequestError(HeadraceError, ValueError):
@@ -28,15 +39,24 @@ class ModelError(HeadraceError):
 class ModelNotFoundError(ModelError):
     """No file, alias or package has this name. Exit code 3."""
 
+    advice = "check the name or path, or list the aliases with `headrace ls`"
+
 
 class FormatError(ModelError):
     """A model file is malformed: truncated, out of bounds or inconsistent. Exit code 3."""
+
+    advice = "download the file again, or correct it if you made it"
 
 
 class UnsupportedModelError(ModelError):
     """The model is well-formed, but its architecture, tensor type or feature is not
     supported. Exit code 3.
     """
+
+    advice = (
+        "take another version of the model (GGUF, or safetensors without quantisation), or a "
+        "family from the page Models"
+    )
 
 
 class ChecksumError(ModelError):
@@ -73,6 +93,8 @@ class ConstraintError(HeadraceError):
     """The grammar allows no next token, or its check takes too long; only this request
     fails. Exit code 1.
     """
+
+    advice = "simplify the schema or grammar"
 
 
 class RequestFailedError(HeadraceError):

@@ -82,7 +82,7 @@ def open_draft_checkpoints(
         if not draft.spec.has_head:
             raise RequestError(
                 f"draft_model '{config.draft_model}' only computes embeddings: its files have no "
-                "head (lm_head.weight)"
+                "head (lm_head.weight); choose a model that generates text"
             )
         _check_vocabulary(config.draft_model, draft, tokenizer)
         draft = _with_vocab_size(draft, target.spec.vocab_size)
@@ -179,13 +179,13 @@ def read_heads(path: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
         wrong = sorted(stored.keys() ^ known.keys())[:3]
         raise FormatError(
             f"{path.name}: not Medusa heads with one layer each: missing or unknown tensors "
-            f"{', '.join(wrong)}"
+            f"{', '.join(wrong)}; choose heads of Medusa-1 for this model"
         )
     for name, shape in expected.items():
         if stored[name].shape != shape:
             raise FormatError(
                 f"{path.name}: tensor {name} has shape {list(stored[name].shape)}, but this "
-                f"model needs {list(shape)}"
+                f"model needs {list(shape)}; choose heads that were trained for this model"
             )
     return {
         f"medusa.{name}": replace(tensor, name=f"medusa.{name}") for name, tensor in stored.items()

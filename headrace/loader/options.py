@@ -101,7 +101,9 @@ def _with_rope_fields(options: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
             given = json.loads(given)
         except (ValueError, RecursionError):
-            raise RequestError(f"rope_scaling is not JSON: {given[:80]!r}") from None
+            raise RequestError(
+                f"rope_scaling is not JSON: {given[:80]!r}; write yarn, linear or none"
+            ) from None
     if not isinstance(given, Mapping):
         return options
     unknown = [str(name) for name in given if name not in _ROPE_FIELDS]

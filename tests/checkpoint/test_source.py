@@ -438,7 +438,7 @@ class TestHub:
             resolve(name)
 
     def test_hub_errors_are_converted(self, hub: list[tuple[Any, ...]]) -> None:
-        with pytest.raises(ModelNotFoundError, match=r"hf:o/none: 404: no such repository$"):
+        with pytest.raises(ModelNotFoundError, match=r"hf:o/none: 404: no such repository; check"):
             resolve("hf:o/none")
 
     def test_without_the_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:

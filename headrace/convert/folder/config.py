@@ -54,7 +54,7 @@ def config_json(spec: ModelSpec) -> dict[str, Any]:
     try:
         result = layout.spec(JsonFields(config, "config.json").named(layout.fields))
     except HeadraceError as error:
-        raise _refusal(spec, str(error)) from error
+        raise _refusal(spec, error.reason) from error
     for name, value in vars(result).items():
         expected = getattr(spec, name)
         if name != "name" and value != expected:

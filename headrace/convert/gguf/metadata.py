@@ -51,7 +51,7 @@ def describe_model(spec: ModelSpec, tensors: Mapping[str, FileTensor]) -> GgufDe
     try:
         result = layout.spec(JsonFields(values, "the GGUF file"), dummies)
     except HeadraceError as error:
-        raise _refusal(spec, str(error)) from error
+        raise _refusal(spec, error.reason) from error
     if difference := _difference(spec, result):
         raise _refusal(spec, difference)
     return GgufDescription(values, shapes, rope_factors)

@@ -212,7 +212,7 @@ def _read(values: dict[str, Any]) -> Tokenizer:
             f"a temporary file in {tempfile.gettempdir()}: {error.strerror or error}"
         ) from error
     except HeadraceError as error:
-        raise _refusal(str(error)) from error
+        raise _refusal(error.reason) from error
 
 
 def _check(tokenizer: Tokenizer, values: dict[str, Any]) -> None:
