@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from headrace.convert.source_model import SourceModel
     from headrace.measure.progress import ProgressCallback
 
+_LARGE_SHARE = 0.25
+"""Share of a folder above which its plain matrices are worth a line."""
 EXAMPLES = """\
   headrace convert hf:ORG/MODEL model.gguf --to Q4_K_M
   headrace convert hf:ORG/MODEL model-int4 --to int4-g64 --method gptq"""
@@ -63,15 +65,23 @@ def run(args: argparse.Namespace) -> int:
         from headrace.convert.merge_adapter import merged
 
         original = merged(original, read_adapter(resolve(args.merge_adapter), original.spec))
+    plain_bytes = 0
     with progress_bar() as on_progress:
-        write = _write_gguf if args.out.suffix == ".gguf" else _write_folder
-        write(args, original, on_progress)
+        if args.out.suffix == ".gguf":
+            _write_gguf(args, original, on_progress)
+        else:
+            plain_bytes = _write_folder(args, original, on_progress)
 
     if unused := original.unused(as_folder=args.out.suffix != ".gguf"):
         print(f"not written: {', '.join(unused)}", file=sys.stderr)
     files = [args.out] if args.out.is_file() else list(args.out.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
     print(f"{args.out}: {size / 1e6:,.1f} MB; {args.model} has {original_size / 1e6:,.1f} MB")
+    if plain_bytes > _LARGE_SHARE * size:
+        print(
+            f"Of them {plain_bytes / 1e6:,.1f} MB are embeddings and head, which a folder does not "
+            "quantise; a GGUF file does (OUT.gguf --to Q4_K_M)"
+        )
     return 0
 
 
@@ -100,7 +110,8 @@ def _write_gguf(
 
 def _write_folder(
     args: argparse.Namespace, original: "SourceModel", on_progress: "ProgressCallback"
-) -> None:
+) -> int:
+    """Return the bytes of matrices that stay as they are next to quantised ones."""
     from headrace.convert.folder.writer import matrix_writer, plan_folder, write_folder
     from headrace.convert.matrices import quantisable
     from headrace.convert.methods import prepare_model, quantise_matrices
@@ -112,7 +123,7 @@ def _write_folder(
     if args.to.upper() in PLAIN:
         plan = plan_folder(original, None, (), args.to.upper())
         write_folder(original, args.out, plan, checkpoint.tensors, ())
-        return
+        return 0
 
     target = named_format(args.to)
     names = quantisable(checkpoint.spec, checkpoint.tensors)
@@ -144,6 +155,8 @@ def _write_folder(
         _step(on_progress, f"{args.method}: quantising to {target.name}"),
     )
     write_folder(original, args.out, plan, model.tensors, matrices)
+    planned = (planned for _, planned in plan.plain.values())
+    return sum(tensor.nbytes for tensor in planned if len(tensor.shape) == 2)
 
 
 def _calibration(args: argparse.Namespace, checkpoint: "Checkpoint") -> list[list[int]]:

@@ -217,6 +217,7 @@ def test_eval_and_convert_commands_with_methods(
     )
     printed = capsys.readouterr()
     assert printed.out.startswith(f"{out}: ")
+    assert "are embeddings and head, which a folder does not quantise" in printed.out
     assert printed.err == f"{method}: reads 128 tokens of a text\n"
     assert main(["eval", str(out), *judged]) == 0
     (again,) = json.loads(capsys.readouterr().out)["rows"]
