@@ -115,12 +115,12 @@ def run(case: bytes) -> None:
     (path / "adapter_config.json").write_bytes(
         case if config is None else json.dumps(config).encode()
     )
-    make_weights(read_adapter(path, _checkpoint().spec))
+    make_weights(read_adapter(path, checkpoint().spec))
 
 
 def make_weights(adapter: Adapter) -> None:
     """Make each weight of the adapter's own from the model's."""
-    tensors = _checkpoint().tensors
+    tensors = checkpoint().tensors
     for name, change in adapter.items():
         if isinstance(change, OwnWeight):
             made = change.make(name, tensors.get("embed" if name == "head" else name))
@@ -136,5 +136,5 @@ def _is_shape(value: Any) -> bool:
 
 
 @cache
-def _checkpoint() -> Checkpoint:
+def checkpoint() -> Checkpoint:
     return open_checkpoint(folder("adapted"))

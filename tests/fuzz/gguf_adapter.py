@@ -7,9 +7,8 @@ import gguf
 import numpy as np
 
 from headrace.checkpoint.adapter import read_adapter
-from headrace.checkpoint.load import open_checkpoint
-from tests.fuzz.adapter import make_weights
-from tests.fuzz.files import folder, scratch
+from tests.fuzz.adapter import checkpoint, make_weights
+from tests.fuzz.files import scratch
 from tests.fuzz.mutate import mutate_bytes
 
 _SHAPES = {
@@ -47,4 +46,4 @@ def case(rng: random.Random) -> bytes:
 def run(case: bytes) -> None:
     path = scratch() / "adapter.gguf"
     path.write_bytes(case)
-    make_weights(read_adapter(path, open_checkpoint(folder("adapted")).spec))
+    make_weights(read_adapter(path, checkpoint().spec))
