@@ -157,6 +157,7 @@ double dot_rate_of(int64_t iterations) {
   };  // what was read may be other now
   forget();
   Vb w[8];
+#pragma GCC unroll 8
   for (Vb& each : w) each = fields(load_bytes(reinterpret_cast<const uint8_t*>(read)), 0, 15);
   Vi sums[12];
   Vf floats[12];

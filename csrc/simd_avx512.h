@@ -204,6 +204,7 @@ HR_INLINE void dots(Vi* sums, const W& w, const int8_t* x) {
 template <int Bits, int Lines, class W>
 HR_INLINE Vi code_sums(const W& w) {
   Vi sums = set1(0);
+#pragma GCC unroll 8
   for (int j = 0; j < Lines; j++) sums.v = _mm512_dpbusd_epi32(sums.v, w[j].v, _mm512_set1_epi8(1));
   return sums;
 }
