@@ -179,12 +179,18 @@ struct Kernels {
   using GluTile = void (*)(const float* gate, const float* up, int rows, float* out, size_t stride);
   void (*activate_tile[kNumActivations])(const float* x, int rows, float* out, size_t stride);
   GluTile glu_tile[kNumActivations];
-  // Each row rotated pair by pair: x * cos + swapped x * sin, with the signs in `sin`.
-  void (*rotate_tile)(float* x, int rows, const float* cos, const float* sin, size_t stride);
+  // Each row of x[rows][16] rotated pair by pair: x * cos + swapped x * sin, with the signs
+  // in `sin`. `out` may be x.
+  void (*rotate_tile)(const float* x, int rows, const float* cos, const float* sin, size_t stride,
+                      float* out, size_t out_stride);
   // The same for a whole row of heads, x[n]: `cos` and `sin` have the numbers of one
   // head, and 16 more from its start.
   void (*rotate_row)(const float* x, const float* cos, const float* sin, int head_dim, int n,
                      float* out);
+  // 16 numbers of the bf16 keys, or values, of each of `rows` tokens, x[rows][16]; `to` has
+  // the place of the first of each token. Returns whether all values are finite.
+  void (*write_key_tile)(const float* x, int rows, uint8_t* const* to);
+  bool (*write_value_tile)(const float* x, int rows, uint8_t* const* to);
   void (*pack_query[kNumKvTypes])(const float* q, int key_dim, uint8_t* out);
   void (*attend[kNumKvTypes])(const AttendSplit&);
   // Turns a vector into a basis in which no dimension stands out, and back: it is its

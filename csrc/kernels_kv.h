@@ -1,5 +1,54 @@
-// Quantised keys and values, and values that are part of keys. Included inside the
-// namespace of an instruction set.
+// Keys and values of a tile, quantised ones, and values that are part of keys. Included
+// inside the namespace of an instruction set.
+
+// bf16 of each number in the low half of its lane, rounded as `to_bf16` in kv.cpp does.
+// What is not finite, or is not once it is rounded, is kNotFiniteBf16, and takes 1 off its
+// lane of `finite`.
+HR_INLINE Vi kv_codes(Vf x, Vi& finite) {
+  const Vi u = bits(x);
+  const Vi odd = and_bits(shift_right<16>(u), set1(1));
+  const Vi code = shift_right<16>(add(u, add(odd, set1(0x7fff))));
+  const Vi bad = shift_right_signed<31>(sub(set1(0x7f7f7fff), and_bits(u, set1(0x7fffffff))));
+  finite = add(finite, bad);
+  return add(and_bits(code, sub(set1(-1), bad)), and_bits(set1(int32_t{kNotFiniteBf16}), bad));
+}
+
+void write_key_tile(const float* x, int rows, uint8_t* const* to) {
+  Vi finite = set1(0);
+  for (int m = 0; m < rows; m++) {
+    alignas(64) uint32_t codes[16];
+    store(codes, kv_codes(load(x + 16 * m), finite));
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+      uint64_t two;
+      memcpy(&two, codes + 2 * i, 8);
+      const auto pair = static_cast<uint32_t>(two | two >> 16);
+      memcpy(to[m] + 4 * kKvTile * i, &pair, 4);
+    }
+  }
+}
+
+bool write_value_tile(const float* x, int rows, uint8_t* const* to) {
+  Vi finite = set1(0);
+  for (int m = 0; m < rows; m++) {
+    const Vi codes = kv_codes(load(x + 16 * m), finite);
+    // Two tokens that share a line of pairs fill it.
+    if (m + 1 < rows && to[m + 1] == to[m] + 2) {
+      const Vi more = kv_codes(load(x + 16 * (m + 1)), finite);
+      store(reinterpret_cast<uint32_t*>(to[m]), add(codes, shift_left<16>(more)));
+      m++;
+      continue;
+    }
+    alignas(64) uint32_t single[16];
+    store(single, codes);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) {
+      const auto code = static_cast<uint16_t>(single[i]);
+      memcpy(to[m] + 4 * i, &code, 2);
+    }
+  }
+  return reduce_add(finite) == 0;
+}
 
 // Walsh-Hadamard transform of blocks of `size` numbers, a power of two, scaled to keep
 // lengths (QuaRot, Ashkboos et al. 2024): queries and keys turned alike have the same

@@ -110,10 +110,12 @@ void finish_tile(const float* x, int rows, int n, const float* residual, size_t 
   }
 }
 
-void rotate_tile(float* x, int rows, const float* cos, const float* sin, size_t stride) {
+void rotate_tile(const float* x, int rows, const float* cos, const float* sin, size_t stride,
+                 float* out, size_t out_stride) {
   for (int m = 0; m < rows; m++) {
     const Vf v = load(x + 16 * m);
-    store(x + 16 * m, fma(v, load(cos + m * stride), mul(swap_pairs(v), load(sin + m * stride))));
+    store(out + m * out_stride,
+          fma(v, load(cos + m * stride), mul(swap_pairs(v), load(sin + m * stride))));
   }
 }
 

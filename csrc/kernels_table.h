@@ -39,6 +39,8 @@ Kernels* make_table(const char* name) {
   k.finish_tile = finish_tile;
   k.rotate_tile = rotate_tile;
   k.rotate_row = rotate_row;
+  k.write_key_tile = write_key_tile;
+  k.write_value_tile = write_value_tile;
   fill_attention<KvType::kBf16, KvBf16>(k);
   fill_attention<KvType::kF32, KvF32>(k);
   fill_attention<KvType::kInt8, KvQuantised<8>>(k);

@@ -135,6 +135,14 @@ bool write_values(uint8_t* record, const KvRecord& shape, int lane, int d, const
   return from == x;
 }
 
+uint8_t* key_place(uint8_t* record, int lane, int d) {
+  return reinterpret_cast<uint8_t*>(key_number<uint16_t>(record, lane, d));
+}
+
+uint8_t* value_place(uint8_t* record, const KvRecord& shape, int lane, int d) {
+  return reinterpret_cast<uint8_t*>(value_number<uint16_t>(record, shape, lane, d));
+}
+
 void settle(uint8_t* record, const KvRecord& shape, int lane) {
   return shape.type == KvType::kBf16 ? settle_value<uint16_t>(record, shape, lane)
                                      : settle_value<float>(record, shape, lane);

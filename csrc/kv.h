@@ -53,6 +53,9 @@ class KvCache {
 // follow before anything reads the token.
 void write_keys(uint8_t* record, const KvRecord& shape, int lane, int d, const float* x, int n);
 bool write_values(uint8_t* record, const KvRecord& shape, int lane, int d, const float* x, int n);
+// Where these numbers begin in a record of bf16.
+uint8_t* key_place(uint8_t* record, int lane, int d);
+uint8_t* value_place(uint8_t* record, const KvRecord& shape, int lane, int d);
 // Zeros for a value with a number that is not finite, and NaN for its key.
 void settle(uint8_t* record, const KvRecord& shape, int lane);
 // A whole key and value, quantised; null where values are part of keys.

@@ -1,6 +1,7 @@
 // Linear ops: tiles of 16 outputs, each over some blocks of activation rows, with the
 // epilogue while they are in the L1 cache.
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 
@@ -42,6 +43,17 @@ class AdapterDown : public Op {
   const int x_;
   const std::vector<int> weights_;
 };
+
+// A line of each of `rows` rows, that a tile of outputs is written to, and of the residuals
+// unless these are null: fetched while the tile is computed. No prefetcher of the hardware
+// foresees lines of rows that lie far apart.
+constexpr int kRowsToFetch = 8;
+void fetch(const float* out, const float* residual, size_t stride, int rows) {
+  for (int m = 0; m < rows; m++) {
+    __builtin_prefetch(out + m * stride, 1);
+    if (residual) __builtin_prefetch(residual + m * stride);
+  }
+}
 
 // Items of a matrix product: all tiles of the weight for some blocks of rows, then for
 // the next. Contiguous items, as threads get them, are then rows of their own: what a
@@ -96,10 +108,12 @@ class Linear : public Op {
     const Blocks& blocks = plan.blocks_of(x);
     alignas(64) float tile[kMaxBlockRows * 16];
     work(plan).each(begin, end, [&](int t, int b) {
-      multiply(plan, x, offset_, blocks, b, weight_, t, bias_, tile);
       const int n = std::min(16, rows - 16 * t), row = blocks.first(b);
       const float* residual = residual_ >= 0 ? plan.buffer(residual_).row(row) + 16 * t
                                              : nullptr;  // as wide as the output
+      if (blocks.rows(b) >= kRowsToFetch)
+        fetch(out.row(row) + 16 * t, residual, out.width, blocks.rows(b));
+      multiply(plan, x, offset_, blocks, b, weight_, t, bias_, tile);
       plan.kernels().finish_tile(tile, blocks.rows(b), n, residual, out.width,
                                  out.row(row) + 16 * t, out.width);
     });
@@ -219,27 +233,30 @@ class QkvRopeWrite : public Op {
       int part = 0;
       while (t >= plan.weight(a_.weights[part]).tiles())
         t -= plan.weight(a_.weights[part++]).tiles();
-      const Weight& w = plan.weight(a_.weights[part]);
+      const int n = std::min(16, plan.weight(a_.weights[part]).rows - 16 * t),
+                row = blocks.first(b), rows = blocks.rows(b);
+      const Buffer* out = part == 0              ? &plan.buffer(a_.out)
+                          : a_.kv[part - 1] >= 0 ? &plan.buffer(a_.kv[part - 1])
+                                                 : nullptr;
+      if (out && rows >= kRowsToFetch) fetch(out->row(row) + 16 * t, nullptr, out->width, rows);
+      Places places;
+      const bool together = !out && find(plan, step, part, row, rows, 16 * t, n, places);
       multiply(plan, x, true, blocks, b, a_.weights[part], t, a_.biases[part], tile);
-      const int n = std::min(16, w.rows - 16 * t), row = blocks.first(b),
-                head_dim = plan.kv(a_.layer.group).shape().key_dim;
+      const bool rotated_to_out = part < 2 && out && n == 16;
       if (part < 2) {
         const Buffer& angles = plan.buffer(a_.angles);
-        const float* cos = angles.row(row) + 16 * t % head_dim;
-        plan.kernels().rotate_tile(tile, blocks.rows(b), cos, cos + angles.width / 2, angles.width);
+        const float* cos = angles.row(row) + 16 * t % plan.kv(a_.layer.group).shape().key_dim;
+        plan.kernels().rotate_tile(tile, rows, cos, cos + angles.width / 2, angles.width,
+                                   rotated_to_out ? out->row(row) + 16 * t : tile,
+                                   rotated_to_out ? out->width : 16);
       }
-      if (part == 0) {
-        const Buffer& out = plan.buffer(a_.out);
-        plan.kernels().finish_tile(tile, blocks.rows(b), n, nullptr, 0, out.row(row) + 16 * t,
-                                   out.width);
-      } else if (a_.kv[part - 1] >= 0) {
-        const Buffer& kv = plan.buffer(a_.kv[part - 1]);
-        plan.kernels().finish_tile(tile, blocks.rows(b), n, nullptr, 0, kv.row(row) + 16 * t,
-                                   kv.width);
-      } else {
-        for (int m = 0; m < blocks.rows(b); m++)
-          write(plan, step, part, row + m, 16 * t, n, tile + 16 * m);
-      }
+      if (together)
+        write(plan, part, rows, places, tile);
+      else if (!out)
+        for (int m = 0; m < rows; m++)
+          write_row(plan, step, part, row + m, 16 * t, n, tile + 16 * m);
+      else if (!rotated_to_out)
+        plan.kernels().finish_tile(tile, rows, n, nullptr, 0, out->row(row) + 16 * t, out->width);
     });
   }
 
@@ -253,13 +270,42 @@ class QkvRopeWrite : public Op {
     return {plan, plan.blocks_of(plan.buffer(a_.x)), tiles};
   }
 
-  // Columns first .. first + n - 1 of a key (part 1) or value (part 2).
-  void write(const Plan& plan, const Step& step, int part, int row, int first, int n,
-             const float* y) {
+  using Places = std::array<uint8_t*, kMaxBlockRows>;
+
+  // Finds and fetches the lines that a tile of keys (part 1) or values (part 2) is written
+  // to, of columns first .. first + n - 1; returns false unless it can be written whole.
+  bool find(const Plan& plan, const Step& step, int part, int row, int rows, int first, int n,
+            Places& places) const {
     const KvCache& cache = plan.kv(a_.layer.group);
     const KvRecord& shape = cache.shape();
-    const KvRows& rows = step.kv[a_.layer.group];
-    const int slot = rows.slots[row], lane = slot % kKvTile;
+    const int head = first / shape.key_dim, d = first % shape.key_dim;
+    if (shape.type != KvType::kBf16 || n < 16 || d + 16 > shape.key_dim) return false;
+    const auto line = [](const uint8_t* p) { return reinterpret_cast<uintptr_t>(p) / 64; };
+    for (int m = 0; m < rows; m++) {
+      const int slot = step.kv[a_.layer.group].slots[row + m], lane = slot % kKvTile;
+      uint8_t* record = cache.record(a_.layer.layer, head, slot / kKvTile);
+      places[m] = part == 1 ? key_place(record, lane, d) : value_place(record, shape, lane, d);
+      if (m && line(places[m]) == line(places[m - 1])) continue;
+      for (int i = 0; i < (part == 1 ? 8 : 1); i++)
+        __builtin_prefetch(places[m] + 4 * kKvTile * i, 1);
+    }
+    return true;
+  }
+
+  void write(const Plan& plan, int part, int rows, const Places& places, const float* y) {
+    if (part == 1)
+      plan.kernels().write_key_tile(y, rows, places.data());
+    else if (!plan.kernels().write_value_tile(y, rows, places.data()))
+      unsettled_.store(true, std::memory_order_relaxed);
+  }
+
+  // Columns first .. first + n - 1 of the key or value of one row, in any type, where a
+  // tile may reach into the next head.
+  void write_row(const Plan& plan, const Step& step, int part, int row, int first, int n,
+                 const float* y) {
+    const KvCache& cache = plan.kv(a_.layer.group);
+    const KvRecord& shape = cache.shape();
+    const int slot = step.kv[a_.layer.group].slots[row], lane = slot % kKvTile;
     for (int i = 0; i < n;) {  // a tile of a small head reaches into the next
       const int head = (first + i) / shape.key_dim, d = (first + i) % shape.key_dim,
                 run = std::min(n - i, shape.key_dim - d);
