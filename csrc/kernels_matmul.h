@@ -184,6 +184,34 @@ HR_INLINE void add_group(Vf* acc, const W& w, const GroupScale<U.scales>& s, con
   }
 }
 
+// The same for all rows, two at a time. The float sums of two rows, which wait for the last
+// of their dots, come between those of the next two.
+template <Unit U, int Rows, class W>
+HR_INLINE void add_rows_in_turns(Vf* acc, const W& w, const GroupScale<U.scales>& s,
+                                 const uint8_t* group) {
+  const auto* x = reinterpret_cast<const int8_t*>(group);
+  const auto* scales = reinterpret_cast<const float*>(group + kGroup * Rows);
+  const auto* zero_sums = reinterpret_cast<const int32_t*>(scales + Rows);
+  Vi sums[Rows + 1];
+  each<Rows / 2 + Rows % 2 + 1>([&](int p) HR_INLINE_LAMBDA {
+    const int m = 2 * p;
+    const auto half_dots = [&](int half) HR_INLINE_LAMBDA {
+      const int8_t* from = x + kGroup * m + 16 * half;
+      if (m + 1 < Rows)
+        dots<U.code_bits(), 4, 2>(sums + m, w + 4 * half, from);
+      else if (m < Rows)
+        dots<U.code_bits(), 4, 1>(sums + m, w + 4 * half, from);
+    };
+    for (int i = m; i < m + 2 && i < Rows; i++) sums[i] = start_of_sum<U>(zero_sums[i], s.shifted);
+    half_dots(0);
+    for (int i = m - 2; i >= 0 && i < m && i < Rows; i++) {
+      acc[i] = fma(to_float(sums[i]), mul(s.scale, set1(scales[i])), acc[i]);
+      if (s.shifted) acc[i] = fma(s.min, set1(scales[3 * Rows + i]), acc[i]);
+    }
+    half_dots(1);
+  });
+}
+
 // All rows of a block times a group, without offsets.
 template <Unit U, int Rows, int M = 0, class W>
 HR_INLINE void add_rows(Vf* acc, const W& w, const GroupScale<U.scales>& s, const uint8_t* group) {
@@ -205,7 +233,10 @@ constexpr int kFetchAhead = 7168;
 template <Unit U, int Rows, bool Offset, class W>
 HR_INLINE void add_whole_group(Vf* acc, const W& w, const GroupScale<U.scales>& s,
                                const uint8_t* block) {
-  add_rows<U, Rows>(acc, w, s, block);
+  if constexpr (kSumsBetweenDots && !is_sub16(U.scales) && Rows >= 4)
+    add_rows_in_turns<U, Rows>(acc, w, s, block);
+  else
+    add_rows<U, Rows>(acc, w, s, block);
   if constexpr (Offset) {
     const Vf sums = weight_sums<U>(w, s);
     const auto* offsets = reinterpret_cast<const float*>(block + q8_group_bytes(false) * Rows);

@@ -13,6 +13,7 @@ using Vs = Vi;  // two 16-bit numbers in each lane
 constexpr int kMaxRows = 16;
 constexpr int kAccumulators = 24;  // vectors of sums that stay in registers
 constexpr int kLinesTogether = 1;
+constexpr bool kSumsBetweenDots = true;
 constexpr int kSumsTogether = 2;  // integer sums that go on in turns: a dot product waits for the
                                   // one before it in the same sum
 constexpr int kRowsToFetchFor =
