@@ -13,6 +13,7 @@ using Vs = Vi;  // two 16-bit numbers in each lane
 constexpr int kMaxRows = 16;
 constexpr int kAccumulators = 24;  // vectors of sums that stay in registers
 constexpr int kLinesTogether = 1;
+constexpr bool kPacksTogether = true;  // 16 rows of activations
 constexpr bool kSumsBetweenDots = true;
 constexpr int kSumsTogether = 2;  // integer sums that go on in turns: a dot product waits for the
                                   // one before it in the same sum
@@ -97,6 +98,52 @@ HR_INLINE float reduce_add(Vf x) {
   return _mm_cvtss_f32(_mm_add_ss(t, _mm_movehdup_ps(t)));
 }
 HR_INLINE float reduce_max(Vf x) { return _mm512_reduce_max_ps(x); }
+// Of 16 vectors what `combine` makes of the lanes of each: lane i is that of x[i].
+template <class F>
+HR_INLINE __m512i combine_each(const __m512i (&x)[16], F&& combine) {
+  __m512i four[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const __m512i *v = x + 4 * i,
+                  a = combine(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1])),
+                  b = combine(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
+    four[i] = combine(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+  }
+  const auto quarters = [&](__m512i a, __m512i b) {
+    return combine(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xDD));
+  };
+  return quarters(quarters(four[0], four[1]), quarters(four[2], four[3]));
+}
+// The maxima of 16 vectors.
+HR_INLINE Vf reduce_max_each(const Vf (&x)[16]) {
+  __m512i v[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) v[i] = _mm512_castps_si512(x[i]);
+  return _mm512_castsi512_ps(combine_each(v, [](__m512i a, __m512i b) HR_INLINE_LAMBDA {
+    return _mm512_castps_si512(_mm512_max_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b)));
+  }));
+}
+// The sums of the first and of the last 16 bytes of 16 rows of 32.
+HR_INLINE void sum_halves(const int8_t* rows, Vi& low, Vi& high) {
+  __m512i pairs[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const auto fours = [&](int j) HR_INLINE_LAMBDA {
+      return _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1),
+                                 _mm512_loadu_si512(rows + 64 * j));
+    };
+    const __m512i a = fours(2 * i), b = fours(2 * i + 1);
+    pairs[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  }
+  const auto both = [&](int i) HR_INLINE_LAMBDA {
+    return _mm512_add_epi32(_mm512_unpacklo_epi64(pairs[i], pairs[i + 1]),
+                            _mm512_unpackhi_epi64(pairs[i], pairs[i + 1]));
+  };
+  const __m512i first = both(0), last = both(2);  // quarter q: half q % 2 of rows q / 2, + 2, ..
+  const __m512i at = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 16, 24, 17, 25, 18, 26, 19, 27);
+  low.v = _mm512_permutex2var_epi32(first, at, last);
+  high.v = _mm512_permutex2var_epi32(first, _mm512_add_epi32(at, _mm512_set1_epi32(4)), last);
+}
 HR_INLINE Vf load_half(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
