@@ -214,10 +214,11 @@ HR_INLINE Vf product(const AttendSplit& t, int n, typename Kv::Sum sum, const ui
   }
 }
 
-// scores[query][token] = q . k, for the blocks with visible tokens.
+// scores[query][token] = q . k, for the blocks with visible tokens. Query n has its numbers
+// from queries + n * stride on.
 template <class Kv, int Num>
-HR_INLINE void score(const AttendSplit& t, Lanes lanes, float (*scores)[kSplitTokens]) {
-  const size_t stride = t.query_stride / sizeof(typename Kv::Query);
+HR_INLINE void score_queries(const AttendSplit& t, Lanes lanes, const typename Kv::Query* queries,
+                             size_t stride, float (*scores)[kSplitTokens]) {
   const int lines = t.shape.key_lines();
   for (int b = lanes.begin / kKvTile; b * kKvTile < lanes.end; b++) {
     typename Kv::Sum left[Num] = {}, right[Num] = {};
@@ -228,7 +229,7 @@ HR_INLINE void score(const AttendSplit& t, Lanes lanes, float (*scores)[kSplitTo
     const uint8_t* upcoming = !t.next     ? nullptr
                               : later < 0 ? t.kv.at[b + 2]
                                           : t.next->at[later < t.next->blocks ? later : 0];
-    const typename Kv::Query* query = Kv::query(t);
+    const typename Kv::Query* query = queries;
     for (int d = 0; d < lines; d++, line += 128, query += Kv::kKeyNumbers) {
       if (upcoming) {
         const uint8_t* values = t.kv.values[b] + 128 * d;
@@ -243,6 +244,22 @@ HR_INLINE void score(const AttendSplit& t, Lanes lanes, float (*scores)[kSplitTo
       store(scores[n] + b * kKvTile + 16, product<Kv>(t, n, right[n], line, 16));
     });
   }
+}
+
+// Many short queries are copied to a distance that the compiler knows: it has no register
+// for the address of each.
+template <class Kv, int Num>
+HR_INLINE void score(const AttendSplit& t, Lanes lanes, float (*scores)[kSplitTokens]) {
+  using Query = typename Kv::Query;
+  constexpr int distance = 512 / sizeof(Query) * kPairStride;
+  const int numbers = t.shape.key_lines() * Kv::kKeyNumbers;
+  if (Num < 4 || numbers > distance)
+    return score_queries<Kv, Num>(t, lanes, Kv::query(t), t.query_stride / sizeof(Query), scores);
+  alignas(64) Query queries[Num][distance];
+  for (int n = 0; n < Num; n++)
+    memcpy(queries[n], Kv::query(t) + n * (t.query_stride / sizeof(Query)),
+           static_cast<size_t>(numbers) * sizeof(Query));
+  score_queries<Kv, Num>(t, lanes, queries[0], distance, scores);
 }
 
 alignas(64) constexpr float kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
