@@ -1,8 +1,8 @@
 """Exact conversion of text to token ids and back."""
 
 import codecs
+import os
 import re
-import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -282,7 +282,7 @@ class _Marking:
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         added = backend.get_added_tokens_decoder()
-        self._marker = secrets.token_hex(16)
+        self._marker = os.urandom(16).hex()
         self.special = {token.content for token in added.values() if token.special}
         self.names = _any_of(token.content for token in added.values())
 
