@@ -22,7 +22,7 @@ from headrace.quant.spec import QuantSpec, dequantise_rows
 _STEPS = 20
 """Steps of the alphas from 0 to 1."""
 _COARSE_STEP = 4
-_MAX_ROWS = 256
+_MAX_ROWS = 512
 """Rows of a matrix that judge an alpha."""
 _MIN_ACTIVATION = np.float32(1e-4)
 """Lower bound relative to the geometric mean."""
