@@ -16,6 +16,7 @@ void AttentionWork::prepare(const Plan& plan, const Step& step) {
   step_ = plan.step_number();
   items.clear();
   merges.clear();
+  context = 0;
   partial.resize(0, 0);
   const int heads = plan.kv(group).heads(), rows_per_item = std::max(1, kItemQueries / share);
   std::vector<AttentionItem> whole;
@@ -23,6 +24,7 @@ void AttentionWork::prepare(const Plan& plan, const Step& step) {
     for (int row = step.row_start[b]; row < step.row_start[b + 1]; row += rows_per_item) {
       const int last = std::min(row + rows_per_item, step.row_start[b + 1]);
       const auto [low, high] = std::minmax_element(step.positions + row, step.positions + last);
+      context = std::max(context, *high + 1);
       const int first = first_visible(*low) / kSplitTokens;
       const int sinks = first_visible(*high) ? (sink_tokens + kSplitTokens - 1) / kSplitTokens : 0;
       for (int h = 0; h < heads; h++)

@@ -62,6 +62,7 @@ class AttentionWork {
 
   const int group, share, sink_tokens;
   const KvRecord shape;
+  int context = 0;  // tokens up to the deepest row of all
   std::vector<AttentionItem> items;
   std::vector<AttentionItem> merges;  // items that were cut into splits
   SoftmaxStates partial;              // their results

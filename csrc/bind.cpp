@@ -106,6 +106,7 @@ KvRecord kv_record(const std::string& dtype, int key_dim, int value_dim) {
   require(value_dim >= 0 && value_dim <= kMaxWidth,
           "values have at most 2^24 numbers, or 0 where they are part of the keys");
   for (const auto& [name, type] : {std::pair("bf16", KvType::kBf16),
+                                   {"f16", KvType::kF16},
                                    {"f32", KvType::kF32},
                                    {"int8", KvType::kInt8},
                                    {"int4", KvType::kInt4}})

@@ -4,12 +4,14 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #include "bind.h"
 #include "experts_work.h"
@@ -378,7 +380,8 @@ void kv_write(Plan& p, int k, int v, std::array<int, 2> layer) {
 }
 
 void attention(Plan& p, int out, int q, std::array<int, 2> layer, int num_heads, int value_dim,
-               float scale, float softcap, std::vector<float> slopes, int sinks) {
+               float scale, float softcap, std::vector<float> slopes, int sinks,
+               const std::vector<std::tuple<int, int, double, float, float>>& key_bias) {
   const KvLayer at = kv_layer(p, layer);
   const KvRecord& shape = p.kv(at.group).shape();
   require(shape.value_dim ? value_dim == shape.value_dim
@@ -399,10 +402,21 @@ void attention(Plan& p, int out, int q, std::array<int, 2> layer, int num_heads,
   require(slopes.empty() || static_cast<int>(slopes.size()) == num_heads,
           "every head has a slope, or none");
   check_bias(p, sinks, num_heads);
+  const int heads = p.kv(at.group).heads();
+  std::vector<KeyBiasPair> pairs;
+  for (const auto& [head, dim, frequency, x, y] : key_bias) {
+    require(head >= 0 && head < heads && dim >= 0 && dim < shape.key_dim - 1,
+            "a pair of a key bias has a KV head and two numbers of its keys");
+    require(std::abs(frequency) < 1e6 && std::abs(x) < 1e30f && std::abs(y) < 1e30f,
+            "a pair of a key bias has a finite frequency and finite numbers");
+    pairs.push_back({head, dim, frequency, x, y});
+  }
+  require(pairs.size() <= size_t{64} * heads, "a key bias has at most 64 pairs for each head");
   p.writes_pieces(out);
   AttentionWork& work = p.attention_work(at.group, num_heads, value_dim);
-  for (auto& op : make_attention(
-           {out, q, at.layer, value_dim, scale, softcap, std::move(slopes), sinks}, work))
+  for (auto& op : make_attention({out, q, at.layer, value_dim, scale, softcap, std::move(slopes),
+                                  sinks, std::move(pairs)},
+                                 work, heads))
     p.add_op(std::move(op));
 }
 
@@ -536,7 +550,10 @@ void bind_ops(nb::class_<Plan>& c) {
       .def("kv_write", &kv_write)
       .def("attention", &attention, nb::arg("out"), nb::arg("q"), nb::arg("layer"),
            nb::arg("num_heads"), nb::arg("value_dim"), nb::arg("scale"), nb::arg("softcap") = 0.0f,
-           nb::arg("slopes") = std::vector<float>(), nb::arg("sinks") = -1)
+           nb::arg("slopes") = std::vector<float>(), nb::arg("sinks") = -1,
+           nb::arg("key_bias") = std::vector<std::tuple<int, int, double, float, float>>(),
+           "`key_bias`: (KV head, first of two numbers, radians for each position, both biases) of "
+           "pairs that keys are stored without.")
       .def("route", &route)
       .def("experts", &experts, nb::arg("out"), nb::arg("x"), nb::arg("routing"),
            nb::arg("weights"), nb::arg("biases"), nb::arg("activation"), nb::arg("first") = 0,

@@ -14,8 +14,8 @@ constexpr int kNumNorms = 2;
 enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu, kClampedSwiglu };
 constexpr int kNumActivations = 5;
 
-enum class KvType : int { kBf16, kF32, kInt8, kInt4 };
-constexpr int kNumKvTypes = 4;
+enum class KvType : int { kBf16, kF32, kInt8, kInt4, kF16 };
+constexpr int kNumKvTypes = 5;
 constexpr bool is_quantised(KvType t) { return t == KvType::kInt8 || t == KvType::kInt4; }
 constexpr int kKvTile = 32;  // tokens in a KV block
 constexpr int kSplitBlocks =
@@ -28,6 +28,9 @@ constexpr float kNoMax =
 // per][value lanes][4 bytes], where `per` numbers fill 4 bytes. A line is then 16
 // tokens (K) or 16 dimensions (V) of one bf16 pair, float or four codes. With a
 // value_dim of 0 there is no V: values are part of the keys.
+//
+// Half precision has no pairs, since no dot product takes them: a line of K is 32 tokens of one
+// number, then of the next; a line of V is 16 dimensions of one token, then of the next.
 //
 // Quantised: a number is step * code + least, with a bf16 step and least number for
 // each token's key and value; 32 steps and 32 least numbers stand behind the codes of
@@ -111,6 +114,11 @@ struct AttendSplit {
   float* max;      // [num] maximum, sum of weights and weighted values, written
   float* sum;
   float* out;  // [num][value columns]
+  // Added to the products with keys: for each token, the sum of all waves times the query's
+  // factors.
+  int num_waves;
+  const float* waves;    // [num_waves][kSplitTokens]
+  const float* factors;  // [num][num_waves]
 };
 
 // A row of logits with its peaks: the highest logit of each 16 tokens. Tokens are

@@ -13,8 +13,9 @@
 struct KvBf16 {
   using Sum = Vf;
   using Query = Pair;
-  static constexpr bool kIsQuantised = false;
+  static constexpr bool kIsQuantised = false, kHasPairs = true;
   static constexpr int kTokensPerLine = 2;  // tokens of a line of values
+  static constexpr int kRight = 64;  // bytes from the first token of a line of keys to the 17th
   static constexpr int kPartsPerLine =
       1;  // sums that a line of values goes to, of 16 dimensions each
   static constexpr int kKeyNumbers = kPairStride;  // of x for a line of keys
@@ -40,8 +41,8 @@ struct KvBf16 {
 struct KvF32 {
   using Sum = Vf;
   using Query = float;
-  static constexpr bool kIsQuantised = false;
-  static constexpr int kTokensPerLine = 1, kPartsPerLine = 1;
+  static constexpr bool kIsQuantised = false, kHasPairs = false;
+  static constexpr int kTokensPerLine = 1, kPartsPerLine = 1, kRight = 64;
   static constexpr int kKeyNumbers = 1;
   static constexpr int kWeightSize = kSplitTokens;
   template <int N>
@@ -60,6 +61,37 @@ struct KvF32 {
   static HR_INLINE const float* query(const AttendSplit& t) {
     return reinterpret_cast<const float*>(t.queries);
   }
+  static HR_INLINE void put_weights(float* weights, int token, Vf w) { store(weights + token, w); }
+};
+
+struct KvF16 {
+  using Sum = Vf;
+  using Query = float;
+  static constexpr bool kIsQuantised = false, kHasPairs = false;
+  static constexpr int kTokensPerLine = 2, kPartsPerLine = 1, kRight = 32;
+  static constexpr int kKeyNumbers = 2;
+  static constexpr int kWeightSize = kSplitTokens;
+  template <int N>
+  static HR_INLINE void dot_halves(Vf (&sums)[N], const uint8_t* halves, const float* x,
+                                   size_t stride) {
+    const Vf w = load_half(reinterpret_cast<const uint16_t*>(halves));
+    each<N>([&](int n) HR_INLINE_LAMBDA {
+      stay_in_registers(sums[n] = fma(w, set1(x[n * stride]), sums[n]));
+    });
+  }
+  template <int N>
+  static HR_INLINE void dot_keys(Vf (&sums)[N], const uint8_t* line, const float* x,
+                                 size_t stride) {
+    dot_halves(sums, line, x, stride);
+    dot_halves(sums, line + 64, x + 1, stride);
+  }
+  template <int N>
+  static HR_INLINE void dot_values(Vf (&sums)[N], const uint8_t* lines, int i, const float* x,
+                                   size_t stride) {
+    dot_halves(sums, lines + 64 * i, x, stride);
+    dot_halves(sums, lines + 64 * i + 32, x + 1, stride);
+  }
+  static HR_INLINE const float* query(const AttendSplit& t) { return KvF32::query(t); }
   static HR_INLINE void put_weights(float* weights, int token, Vf w) { store(weights + token, w); }
 };
 
@@ -92,7 +124,7 @@ struct KvQuantised {
   using Sum = Vi;
   using Query = int16_t;
   static constexpr bool kIsQuantised = true;
-  static constexpr int kBits = Bits, kTokensPerLine = 4, kPartsPerLine = 8 / Bits;
+  static constexpr int kBits = Bits, kTokensPerLine = 4, kPartsPerLine = 8 / Bits, kRight = 64;
   static constexpr int kKeyNumbers = 32 / Bits;
   static constexpr int kWeightSize = kSplitTokens;
 
@@ -132,7 +164,7 @@ template <class Kv>
 void pack_numbers(const float* q, int key_dim, uint8_t* out) {
   for (int i = 0; i < key_dim; i += 16) {
     const Vf v = load_partial(q + i, key_dim - i);
-    if constexpr (Kv::kTokensPerLine == 2)
+    if constexpr (Kv::kHasPairs)
       store_pairs(reinterpret_cast<Pair*>(out) + i / 2 * kPairStride, v);
     else
       store(reinterpret_cast<float*>(out) + i, v);
@@ -237,7 +269,7 @@ HR_INLINE void score_queries(const AttendSplit& t, Lanes lanes, const typename K
         prefetch_l2(values), prefetch_l2(values + 64);
       }
       Kv::dot_keys(left, line, query, stride);
-      Kv::dot_keys(right, line + 64, query, stride);
+      Kv::dot_keys(right, line + Kv::kRight, query, stride);
     }
     each<Num>([&](int n) HR_INLINE_LAMBDA {
       store(scores[n] + b * kKvTile, product<Kv>(t, n, left[n], line, 0));
@@ -260,6 +292,23 @@ HR_INLINE void score(const AttendSplit& t, Lanes lanes, float (*scores)[kSplitTo
     memcpy(queries[n], Kv::query(t) + n * (t.query_stride / sizeof(Query)),
            static_cast<size_t>(numbers) * sizeof(Query));
   score_queries<Kv, Num>(t, lanes, queries[0], distance, scores);
+}
+
+// scores[query][token] += factors . waves, for the lines with visible tokens.
+template <int Num>
+HR_INLINE void add_waves(const AttendSplit& t, Lanes lanes, float (*scores)[kSplitTokens]) {
+  for (int i = lanes.begin & -16; i < lanes.end; i += 16) {
+    Vf sums[Num];
+    each<Num>([&](int n) HR_INLINE_LAMBDA { sums[n] = load(scores[n] + i); });
+    const float* factors = t.factors;
+    for (int w = 0; w < t.num_waves; w++, factors++) {
+      const Vf wave = load(t.waves + w * kSplitTokens + i);
+      each<Num>([&](int n) HR_INLINE_LAMBDA {
+        stay_in_registers(sums[n] = fma(wave, set1(factors[n * t.num_waves]), sums[n]));
+      });
+    }
+    each<Num>([&](int n) HR_INLINE_LAMBDA { store(scores[n] + i, sums[n]); });
+  }
 }
 
 alignas(64) constexpr float kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -406,6 +455,7 @@ void attend_num(const AttendSplit& t) {
   Weights<Kv, Num> weights;
   const Lanes lanes = visible_to_any(t);
   score<Kv, Num>(t, lanes, scores);
+  if (t.num_waves) add_waves<Num>(t, lanes, scores);
   for (int n = 0; n < Num; n++) softmax<Kv, Num>(t, n, lanes, scores[n], weights);
   int d = 0;
   if constexpr (8 * Num <= kAccumulators) d = weigh<Kv, Num, 8>(t, d, lanes, weights);

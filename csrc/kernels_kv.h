@@ -193,6 +193,15 @@ HR_INLINE void cross_f32(const float* keys, int num_values, int width, float* ou
       }
 }
 
+HR_INLINE void cross_half(const uint16_t* keys, int num_values, int width, uint16_t* out) {
+  for (int t = 0; t < kKvTile; t++)
+    for (int d = 0; d < num_values; d++) {
+      const uint16_t x = keys[d * kKvTile + t];
+      out[(t / 2 * (width / 16) + d / 16) * 32 + t % 2 * 16 + d % 16] =
+          (x & 0x7c00) == 0x7c00 ? uint16_t{0} : x;
+    }
+}
+
 // Codes of four tokens and four dimensions: each lane was a token's, and is a
 // dimension's.
 typedef uint8_t Codes __attribute__((vector_size(16)));
@@ -222,6 +231,9 @@ void values_of_keys(const uint8_t* keys, const KvRecord& shape, uint8_t* out) {
   else if (shape.type == KvType::kF32)
     cross_f32(reinterpret_cast<const float*>(keys), shape.value_dim, shape.value_columns(),
               reinterpret_cast<float*>(out));
+  else if (shape.type == KvType::kF16)
+    cross_half(reinterpret_cast<const uint16_t*>(keys), shape.value_dim, shape.value_columns(),
+               reinterpret_cast<uint16_t*>(out));
   else
     cross_bf16(keys, shape, out);
 }

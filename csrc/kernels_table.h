@@ -42,6 +42,7 @@ Kernels* make_table(const char* name) {
   k.write_key_tile = write_key_tile;
   k.write_value_tile = write_value_tile;
   fill_attention<KvType::kBf16, KvBf16>(k);
+  fill_attention<KvType::kF16, KvF16>(k);
   fill_attention<KvType::kF32, KvF32>(k);
   fill_attention<KvType::kInt8, KvQuantised<8>>(k);
   fill_attention<KvType::kInt4, KvQuantised<4>>(k);

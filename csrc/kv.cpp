@@ -3,24 +3,33 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
+
+#include "half.h"
 
 namespace headrace {
 namespace {
 
 constexpr float kNotFinite = std::numeric_limits<float>::quiet_NaN();
 
-// Below 0 for a number that is not finite, or is not once it is rounded to bf16.
-int32_t margin(float x) { return 0x7f7f7fff - (__builtin_bit_cast(int32_t, x) & 0x7fffffff); }
+// The bits of the largest number that is finite once it is rounded; bf16's is that of float32 too.
+constexpr int32_t largest(KvType type) { return type == KvType::kF16 ? 0x477fefff : 0x7f7f7fff; }
+
+// Below 0 for a number that is not finite, or is not once it is rounded.
+int32_t margin(KvType type, float x) {
+  return largest(type) - (__builtin_bit_cast(int32_t, x) & 0x7fffffff);
+}
 
 // The numbers as they are stored: `x` itself, or a copy in `memory` where any that is
 // not finite is one NaN. A query would look past a key of minus infinity.
-const float* settled(const float* x, int n, std::vector<float>& memory) {
+const float* settled(KvType type, const float* x, int n, std::vector<float>& memory) {
   int32_t margins = 0;
-  for (int i = 0; i < n; i++) margins |= margin(x[i]);
+  for (int i = 0; i < n; i++) margins |= margin(type, x[i]);
   if (margins >= 0) return x;
   memory.resize(static_cast<size_t>(n));
-  std::transform(x, x + n, memory.begin(), [](float v) { return margin(v) < 0 ? kNotFinite : v; });
+  std::transform(x, x + n, memory.begin(),
+                 [type](float v) { return margin(type, v) < 0 ? kNotFinite : v; });
   return memory.data();
 }
 
@@ -29,20 +38,29 @@ uint16_t to_bf16(float x) {
   return static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
+struct Half {
+  uint16_t bits;
+};
+
 void store(uint16_t* to, float x) { *to = to_bf16(x); }
+void store(Half* to, float x) { to->bits = float_to_half(x); }
 void store(float* to, float x) { *to = x; }
 bool is_nan(uint16_t x) { return x == kNotFiniteBf16; }
+bool is_nan(Half x) { return (x.bits & 0x7fff) > 0x7c00; }
 bool is_nan(float x) { return x != x; }
 
-// Number d of a token's key or value in a record of T, bf16 or float32.
+// Number d of a token's key or value in a record of T: bf16, half precision or float32.
 template <class T>
 T* key_number(uint8_t* record, int lane, int d) {
-  constexpr int per = 4 / sizeof(T);
+  constexpr int per = std::is_same_v<T, Half> ? 1 : 4 / sizeof(T);
   return reinterpret_cast<T*>(record) + (d / per * kKvTile + lane) * per + d % per;
 }
 
 template <class T>
 T* value_number(uint8_t* record, const KvRecord& shape, int lane, int d) {
+  if constexpr (std::is_same_v<T, Half>)
+    return reinterpret_cast<Half*>(record + shape.value_offset()) +
+           (lane / 2 * (shape.value_columns() / 16) + d / 16) * 32 + lane % 2 * 16 + d % 16;
   constexpr int per = 4 / sizeof(T);
   return reinterpret_cast<T*>(record + shape.value_offset()) +
          (lane / per * shape.value_columns() + d) * per + lane % per;
@@ -110,8 +128,11 @@ void copy_codes(uint8_t* to, int to_lane, uint8_t* from, int from_lane, const Kv
 
 void write_keys(uint8_t* record, const KvRecord& shape, int lane, int d, const float* x, int n) {
   std::vector<float> memory;
-  x = settled(x, n, memory);
-  if (shape.type == KvType::kBf16) {
+  x = settled(shape.type, x, n, memory);
+  if (shape.type == KvType::kF16) {
+    Half* to = key_number<Half>(record, lane, d);
+    for (int i = 0; i < n; i++, to += kKvTile) store(to, x[i]);
+  } else if (shape.type == KvType::kBf16) {
     auto* to = reinterpret_cast<uint8_t*>(key_number<uint16_t>(record, lane, d));
     for (int i = 0; i < n; i += 2, to += 4 * kKvTile) {
       const uint32_t pair = to_bf16(x[i]) | static_cast<uint32_t>(to_bf16(x[i + 1])) << 16;
@@ -125,8 +146,10 @@ void write_keys(uint8_t* record, const KvRecord& shape, int lane, int d, const f
 
 bool write_values(uint8_t* record, const KvRecord& shape, int lane, int d, const float* x, int n) {
   std::vector<float> memory;
-  const float* from = settled(x, n, memory);
-  if (shape.type == KvType::kBf16) {
+  const float* from = settled(shape.type, x, n, memory);
+  if (shape.type == KvType::kF16) {
+    for (int i = 0; i < n; i++) store(value_number<Half>(record, shape, lane, d + i), from[i]);
+  } else if (shape.type == KvType::kBf16) {
     uint16_t* to = value_number<uint16_t>(record, shape, lane, d);
     for (int i = 0; i < n; i++) to[2 * i] = to_bf16(from[i]);
   } else {
@@ -144,6 +167,7 @@ uint8_t* value_place(uint8_t* record, const KvRecord& shape, int lane, int d) {
 }
 
 void settle(uint8_t* record, const KvRecord& shape, int lane) {
+  if (shape.type == KvType::kF16) return settle_value<Half>(record, shape, lane);
   return shape.type == KvType::kBf16 ? settle_value<uint16_t>(record, shape, lane)
                                      : settle_value<float>(record, shape, lane);
 }
@@ -165,6 +189,7 @@ void write_codes(uint8_t* record, const KvRecord& shape, int lane, const KvCodes
 
 void copy_token(uint8_t* to, int to_lane, uint8_t* from, int from_lane, const KvRecord& shape) {
   if (is_quantised(shape.type)) return copy_codes(to, to_lane, from, from_lane, shape);
+  if (shape.type == KvType::kF16) return copy_numbers<Half>(to, to_lane, from, from_lane, shape);
   return shape.type == KvType::kBf16 ? copy_numbers<uint16_t>(to, to_lane, from, from_lane, shape)
                                      : copy_numbers<float>(to, to_lane, from, from_lane, shape);
 }

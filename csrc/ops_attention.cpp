@@ -10,6 +10,7 @@
 #include <numbers>
 
 #include "attention_work.h"
+#include "key_bias.h"
 
 namespace headrace {
 namespace {
@@ -18,7 +19,8 @@ namespace {
 struct Scratch {
   std::vector<uint8_t> queries, blocks;
   Arena values;  // made of keys; read in steps of a value, which may be as long as a page
-  std::vector<float> query, slopes;
+  std::vector<float> query, slopes, factors;  // factors: of the queries for a split (`KeyBias`)
+  std::vector<double> first_factors;
   SoftmaxStates split, total;
   std::vector<int> first, last, own;
 };
@@ -26,11 +28,12 @@ thread_local Scratch scratch;
 
 class Attention : public Op {
  public:
-  Attention(AttentionArgs args, AttentionWork& work)
-      : Op("attention"), a_(std::move(args)), work_(work) {}
+  Attention(AttentionArgs args, AttentionWork& work, int heads)
+      : Op("attention"), a_(std::move(args)), work_(work), key_bias_(a_.key_bias, heads) {}
 
   int items(const Plan& plan, const Step& step) override {
     work_.prepare(plan, step);
+    key_bias_.reserve(work_.context);
     return static_cast<int>(work_.items.size());
   }
 
@@ -113,10 +116,13 @@ class Attention : public Op {
     s.queries.resize(std::max(s.queries.size(), queries * query_stride()));
     s.query.resize(shape.key_dim);
     s.slopes.resize(queries);
+    const int num_waves = key_bias_.num_waves(item.head);
+    s.factors.resize(queries * num_waves), s.first_factors.resize(queries * num_waves);
     for (int n = 0; n < queries; n++) {
       const int head = item.head * group + n % group;
       if (!a_.slopes.empty()) s.slopes[n] = a_.slopes[head];
       const float* q = plan.buffer(a_.q).row(item.first_row + n / group) + head * shape.key_dim;
+      key_bias_.first_factors(item.head, q, s.first_factors.data() + n * num_waves);
       if (is_quantised(shape.type)) {  // turned as the keys are
         std::copy(q, q + shape.key_dim, s.query.begin());
         plan.kernels().rotate_head(s.query.data(), shape.key_dim, shape.key_turn());
@@ -156,12 +162,16 @@ class Attention : public Op {
         s.own[n] = position - split * kSplitTokens;
       }
     }
+    const int num_waves = key_bias_.num_waves(item.head);
+    for (int n = 0; num_waves && n < num_queries(item); n++)
+      key_bias_.turn(item.head, split, s.first_factors.data() + n * num_waves,
+                     s.factors.data() + n * num_waves);
     SplitRecords shared_records = records;
     make_values(plan, shared_records, s);
     int row = item.last_row;
     if (step.ancestors && split * kSplitTokens + records.blocks * kKvTile > shared)
       row = std::clamp(step.row_start[b] + step.scheduled_len[b], item.first_row, item.last_row);
-    attend(plan, shared_records, &next, 0, (row - item.first_row) * group, states, s);
+    attend(plan, item.head, shared_records, &next, 0, (row - item.first_row) * group, states, s);
     for (; row < item.last_row; row++) {
       SplitRecords gathered = records;
       for (int i = 0; i < records.blocks; i++)
@@ -169,7 +179,7 @@ class Attention : public Op {
             gather(plan, step, item, row, split * kSplitBlocks + i, records.at[i],
                    &s.blocks[i * cache(plan).shape().bytes()]));
       make_values(plan, gathered, s);
-      attend(plan, gathered, nullptr, (row - item.first_row) * group,
+      attend(plan, item.head, gathered, nullptr, (row - item.first_row) * group,
              (row + 1 - item.first_row) * group, states, s);
     }
   }
@@ -209,8 +219,9 @@ class Attention : public Op {
 
   // Query vectors [begin, end) of the item. `next` is fetched ahead by the first of
   // them, for which nothing is in the caches.
-  void attend(const Plan& plan, const SplitRecords& records, const SplitRecords* next, int begin,
-              int end, SoftmaxStates& states, Scratch& s) const {
+  void attend(const Plan& plan, int head, const SplitRecords& records, const SplitRecords* next,
+              int begin, int end, SoftmaxStates& states, Scratch& s) const {
+    const int num_waves = key_bias_.num_waves(head);
     const KvRecord& shape = work_.shape;
     const Blocks chunks(end - begin, plan.kernels().max_queries);
     for (int c = 0; c < chunks.count; c++) {
@@ -219,8 +230,8 @@ class Attention : public Op {
           {records, c ? nullptr : next, shape, a_.scale, a_.softcap,
            a_.slopes.empty() ? nullptr : &s.slopes[n], chunks.rows(c),
            s.queries.data() + n * query_stride(), query_stride(), &s.first[n], &s.last[n],
-           &s.own[n], &states.max[n], &states.sum[n],
-           &states.out[static_cast<size_t>(n) * width()]});
+           &s.own[n], &states.max[n], &states.sum[n], &states.out[static_cast<size_t>(n) * width()],
+           num_waves, key_bias_.waves(head), s.factors.data() + n * num_waves});
     }
   }
 
@@ -256,6 +267,7 @@ class Attention : public Op {
 
   const AttentionArgs a_;
   AttentionWork& work_;
+  KeyBias key_bias_;
 };
 
 class AttentionMerge : public Op {
@@ -272,8 +284,9 @@ class AttentionMerge : public Op {
 
 }  // namespace
 
-std::array<std::unique_ptr<Op>, 2> make_attention(AttentionArgs args, AttentionWork& work) {
-  auto attention = std::make_unique<Attention>(std::move(args), work);
+std::array<std::unique_ptr<Op>, 2> make_attention(AttentionArgs args, AttentionWork& work,
+                                                  int heads) {
+  auto attention = std::make_unique<Attention>(std::move(args), work, heads);
   auto merge = std::make_unique<AttentionMerge>(attention.get());
   return {std::move(attention), std::move(merge)};
 }

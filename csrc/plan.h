@@ -354,14 +354,23 @@ std::array<std::unique_ptr<Op>, 2> make_qkv_rope_write(const QkvArgs& args);
 // Keys and values from two buffers to the KV cache, in its number format; v is -1 where
 // values are part of the keys. Its time is booked on `kind`.
 std::unique_ptr<Op> make_kv_write(std::string kind, int k, int v, KvLayer layer);
+// A rotary pair of a key bias that the keys of a KV head are stored without: the numbers `dim` and
+// dim + 1 of each key, before they are rotated by the key's position times `frequency`.
+struct KeyBiasPair {
+  int head, dim;
+  double frequency;
+  float x, y;
+};
 struct AttentionArgs {
   int out, q, layer, value_dim;  // value_dim: numbers of a head that are written
   float scale, softcap;          // a cap of 0 is none
   std::vector<float> slopes;     // of each head, or empty
   int sinks;                     // vector of a score for each head; -1: none
+  std::vector<KeyBiasPair> key_bias;
 };
-// Attention, and the op after it that merges contexts split over threads.
-std::array<std::unique_ptr<Op>, 2> make_attention(AttentionArgs args, AttentionWork& work);
+// Attention, and the op after it that merges contexts split over threads. `heads`: of the KV.
+std::array<std::unique_ptr<Op>, 2> make_attention(AttentionArgs args, AttentionWork& work,
+                                                  int heads);
 std::array<std::unique_ptr<Op>, 2> make_attention(int out, int q, int layer, float scale,
                                                   AttentionWork& work);
 struct RouteArgs {

@@ -8,7 +8,9 @@ from headrace.errors import RequestError
 from headrace.record import frozen
 
 BackendName = Literal["auto", "cpu", "cuda", "reference"]
-KvDtype = Literal["bf16", "f32", "fp8", "int8", "int4"]
+KvDtype = Literal["bf16", "f16", "f32", "fp8", "int8", "int4"]
+KvChoice = Literal["auto", "bf16", "f16", "f32", "fp8", "int8", "int4"]
+"""A number format of KV, or `auto`, which the loader replaces by the model's."""
 
 
 @frozen(kw_only=True)
@@ -32,9 +34,9 @@ class BackendTraits:
 
 BACKENDS: Mapping[str, BackendTraits] = MappingProxyType(
     {
-        "cpu": BackendTraits(kv_dtypes=("bf16", "f32", "int8", "int4"), has_ranks=True),
+        "cpu": BackendTraits(kv_dtypes=("bf16", "f16", "f32", "int8", "int4"), has_ranks=True),
         "cuda": BackendTraits(
-            kv_dtypes=("bf16", "f32", "fp8", "int8"),
+            kv_dtypes=("bf16", "f16", "f32", "fp8", "int8"),
             kv_block_size=64,
             on_gpu=True,
             max_num_seqs=256,

@@ -5,7 +5,7 @@ from dataclasses import field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from headrace.backend_traits import BackendName, BackendTraits, KvDtype, traits_of
+from headrace.backend_traits import BackendName, BackendTraits, KvChoice, KvDtype, traits_of
 from headrace.record import frozen
 
 Activations = Literal["int8", "f32"]
@@ -55,8 +55,10 @@ class EngineConfig:
     parallelism). Each rank needs less work and memory, for one more exchange per layer.
     """
 
-    kv_dtype: KvDtype = "bf16"
-    """Number format of keys and values. It changes tokens."""
+    kv_dtype: KvChoice = "auto"
+    """Number format of keys and values. It changes tokens. `auto` is `f16` for models with large
+    key biases, such as Qwen2 and Qwen2.5, and else `bf16`.
+    """
     activations: Activations = "int8"
     """Number format of activations in products with quantised weights: `int8` in groups
     of 32 columns, or `f32`, which is exact and slower. It changes tokens. Weights in
@@ -186,6 +188,11 @@ class EngineConfig:
     rejection sampling, with the same distribution but other tokens. `typical`: typical
     acceptance, which is lossy.
     """
+
+    @property
+    def kv_format(self) -> KvDtype:
+        """`kv_dtype`, or `bf16` for `auto`, which the loader replaces if a model needs another."""
+        return "bf16" if self.kv_dtype == "auto" else self.kv_dtype
 
     @property
     def traits(self) -> BackendTraits:

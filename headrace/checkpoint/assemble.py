@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from headrace.checkpoint.key_biases import split_key_biases
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.model import tensor_shapes
 from headrace.model.family import Indices, Layout, TensorSource
@@ -36,7 +37,7 @@ def assemble(
             raise UnsupportedModelError(
                 f"{where}: tensor {source} is not a tensor of a {spec.architecture} model"
             )
-    return tensors
+    return split_key_biases(spec, tensors)
 
 
 def stored_shapes(spec: ModelSpec, layout: Layout) -> dict[str, tuple[int, ...]]:

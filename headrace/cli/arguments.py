@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
-from headrace.backend_traits import BackendName, KvDtype
+from headrace.backend_traits import BackendName, KvChoice
 from headrace.config import Activations, EngineConfig
 
 if TYPE_CHECKING:
@@ -60,9 +60,10 @@ def add_threads(parser: Arguments) -> None:
 def add_kv_dtype(parser: Arguments) -> None:
     parser.add_argument(
         "--kv-dtype",
-        choices=get_args(KvDtype),
+        choices=get_args(KvChoice),
         default=EngineConfig.kv_dtype,
-        help="number format of the KV cache; fp8 is for a GPU only, int4 for the CPU only",
+        help="number format of the KV cache; auto: f16 if key biases are large, else bf16; "
+        "fp8 is for a GPU only, int4 for the CPU only",
     )
 
 

@@ -130,7 +130,7 @@ class Session:
         traced = model_program(config, self._checkpoint)
         lowered = lower_program(config.backend, traced, self._checkpoint.tensors)
         program = adapted(lowered, self._adapter)
-        kv_bytes = number_bytes(program.kv_groups, config.kv_dtype)
+        kv_bytes = number_bytes(program.kv_groups, config.kv_format)
         steps = decode_steps(result, kv_bytes, self._beam_width)
         if not steps or not result.timing.decode:
             return 0.0

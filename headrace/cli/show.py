@@ -70,6 +70,7 @@ def _model_figures(facts: dict[str, Any]) -> dict[str, str]:
         **_weight_figures(facts),
         **({"note": "; ".join(facts["notes"])} if facts["notes"] else {}),
         "tokenizer in memory": f"about {size(facts['tokenizer_bytes'])}",
+        "KV format": facts["kv_dtype"],
         "KV per token": _sizes(facts["kv_bytes_per_token"]),
         **_kv_group_figures(facts["kv_groups"]),
     }
@@ -114,10 +115,16 @@ def _print_fits(facts: dict[str, Any]) -> None:
     memory = "memory that is free on the GPU" if facts["memory_of_gpu"] else "available memory"
     fits = {
         f"with {dtype} KV": f"{fit['tokens']:,} tokens at once: {fit['full_sequences']:,} "
-        "sequences of full length"
+        f"sequences of full length{_kv_loss(facts['kv_nll'], dtype)}"
         for dtype, fit in facts["fits"].items()
     }
     print_figures(f"Fits in {size(facts['memory_available'])} of {memory}", fits)
+
+
+def _kv_loss(measured: dict[str, Any], dtype: str) -> str:
+    if dtype not in measured.get("percent", ()):
+        return ""
+    return f"; NLL {measured['percent'][dtype]:+.1f} % on {measured['model']}"
 
 
 def _print_ranks(ranks: list[dict[str, int]]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from headrace.backend_traits import BackendName, check_kv_dtype, traits_of
+from headrace.checkpoint.key_biases import has_large_key_biases
 from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig
 from headrace.errors import MemoryLimitError, RequestError, UnsupportedModelError
@@ -35,11 +36,23 @@ def with_backend(
     Raises RequestError if the backend cannot run here, or does not support the
     `kv_dtype`.
     """
+    config = with_kv_dtype(config, checkpoint)
     choice = choose_backend(config, checkpoint, drafts)
     if choice.remark:
         _log.warning("%s", choice.remark)
-    check_kv_dtype(choice.backend, config.kv_dtype)
+    check_kv_dtype(choice.backend, config.kv_format)
     return replace(config, backend=choice.backend)
+
+
+def with_kv_dtype(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
+    """Return the configuration with the model's number format of KV in place of `auto`.
+
+    Where key biases are large, bf16 loses digits of what is left too: the scores are large.
+    """
+    if config.kv_dtype != "auto":
+        return config
+    is_biased = has_large_key_biases(checkpoint.tensors)
+    return replace(config, kv_dtype="f16" if is_biased else "bf16")
 
 
 def choose_backend(
@@ -59,7 +72,7 @@ def choose_backend(
     choice = auto_backend(gpu.find_gpu_host())
     if not traits_of(choice.backend).on_gpu:
         return choice
-    on_gpu = replace(config, backend=choice.backend)
+    on_gpu = replace(with_kv_dtype(config, checkpoint), backend=choice.backend)
     obstacle = _gpu_obstacle(on_gpu, checkpoint, drafts or DraftCheckpoints())
     return BackendChoice("cpu", _unused_gpu(obstacle)) if obstacle else choice
 
@@ -100,7 +113,7 @@ def _gpu_obstacle(config: EngineConfig, checkpoint: Checkpoint, drafts: DraftChe
     """Return why the model cannot run on the GPU, or an empty string if it can."""
     max_model_len = config.max_model_len or checkpoint.spec.max_context
     try:
-        check_kv_dtype(config.backend, config.kv_dtype)
+        check_kv_dtype(config.backend, config.kv_format)
         program = target_program(config, checkpoint)
         fit_memory(config, checkpoint, program, drafts, max_model_len)
     except ImportError as error:

@@ -62,7 +62,7 @@ def size_kv(
         groups = (group for model in models for group in model.groups)
         counts = chain.from_iterable(num_blocks(blocks, seqs))
         return sum(
-            count * group.block_bytes(config.kv_dtype, block_size)
+            count * group.block_bytes(config.kv_format, block_size)
             for group, count in zip(groups, counts, strict=True)
         )
 
@@ -82,7 +82,7 @@ def size_kv(
     if blocks > fitting:
         kv = num_bytes(blocks, seqs)
         raise _memory_error(config, weights, kv, blocks * block_size, memory, fitting, block_size)
-    return [KvConfig(counts, block_size, config.kv_dtype) for counts in num_blocks(blocks, seqs)]
+    return [KvConfig(counts, block_size, config.kv_format) for counts in num_blocks(blocks, seqs)]
 
 
 def _memory_error(

@@ -52,11 +52,11 @@ def memory_for(config: EngineConfig, program: Program) -> Memory:
         if free is not None:
             assert program.logits
             rows = step_rows(config, program.logits.width)
-            runtime = run_bytes(program, config.kv_dtype, *rows)
+            runtime = run_bytes(program, config.kv_format, *rows)
             if config.kv_offload_bytes and config.prefix_cache:
                 block_size = config.traits.kv_block_size
                 runtime += staging_bytes(
-                    [group.block_bytes(config.kv_dtype, block_size) for group in program.kv_groups]
+                    [group.block_bytes(config.kv_format, block_size) for group in program.kv_groups]
                 )
             return Memory(free, runtime, on_gpu=True)
     return Memory(available_memory())
@@ -79,7 +79,7 @@ def fit_memory(
     block_size = config.traits.kv_block_size
 
     def kv_bytes(use: KvUse) -> int:
-        return sum(group.block_bytes(config.kv_dtype, block_size) for group in use.groups)
+        return sum(group.block_bytes(config.kv_format, block_size) for group in use.groups)
 
     rank_weights = [shard.weight_bytes for shard in programs]
     uses = [KvUse(shard.kv_groups, config.max_rows) for shard in programs]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, get_args
 
-from headrace.backend_traits import BackendName, KvDtype
+from headrace.backend_traits import BackendName, KvChoice
 from headrace.config import (
     SERVING,
     AcceptanceMethod,
@@ -54,7 +54,7 @@ _NUMBERS = {  # option: max
 }
 _CHOICES = {
     "backend": get_args(BackendName),
-    "kv_dtype": get_args(KvDtype),
+    "kv_dtype": get_args(KvChoice),
     "activations": get_args(Activations),
     "latent_attention": get_args(LatentAttention),
     "rope_scaling": get_args(RopeScaling),

@@ -243,7 +243,7 @@ def _setup(
         backend=config.backend,
         isa=chosen_isa or machine.isa,
         machine=machine,
-        kv_dtype=config.kv_dtype,
+        kv_dtype=config.kv_format,
     )
 
 
@@ -316,7 +316,7 @@ class SpeedLimits:
         traced = trace_model(checkpoint.spec, checkpoint.tensors)
         self._program = lower_program(config.backend, traced, checkpoint.tensors)
         self._machine = machine
-        self._kv_bytes = number_bytes(self._program.kv_groups, config.kv_dtype)
+        self._kv_bytes = number_bytes(self._program.kv_groups, config.kv_format)
 
     def prompt(self, tokens: int, depth: int) -> float:
         seconds = self._prefill_seconds(depth + tokens) - self._prefill_seconds(depth)

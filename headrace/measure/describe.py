@@ -11,7 +11,7 @@ from headrace.checkpoint.dummy import dummy_tensors, is_config_only, open_dummy_
 from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.config import EngineConfig
-from headrace.loader.backend_choice import choose_backend
+from headrace.loader.backend_choice import choose_backend, with_kv_dtype
 from headrace.loader.memory import memory_for
 from headrace.loader.options import engine_config
 from headrace.loader.rope import with_rope_options
@@ -33,6 +33,14 @@ TOKENIZER_BYTES = 750
 """Bytes of a tokenizer per token while it is built (Qwen2.5: 738, SmolLM2: 716)."""
 _FORMATS = ("BF16", "Q8_0", "Q6_K", "Q4_K", "Q4_0")
 
+_KV_NLL: Mapping[str, tuple[str, Mapping[KvDtype, float]]] = {
+    "qwen2": ("Qwen2.5-Coder-0.5B", {"bf16": 0.10, "f16": 0.00, "int8": 0.01, "int4": 7.18}),
+    "llama": ("SmolLM2-135M", {"bf16": 0.03, "f16": 0.05, "int8": -0.06, "int4": 2.95}),
+}
+"""By family, the model that was measured, and percent of NLL above KV in f32
+(docs/internals/kv.md).
+"""
+
 
 def describe(model: str, **options: Unpack[EngineOptions]) -> dict[str, Any]:
     """All facts as JSON, in bytes, counts and tokens/s.
@@ -44,6 +52,7 @@ def describe(model: str, **options: Unpack[EngineOptions]) -> dict[str, Any]:
     checkpoint = open_checkpoint(path) if has_weights else open_dummy_checkpoint(path)
     config = engine_config(options)
     checkpoint = replace(checkpoint, spec=with_rope_options(checkpoint.spec, config))
+    config = with_kv_dtype(config, checkpoint)
     spec, tensors = checkpoint.spec, checkpoint.tensors.values()
     traced = trace_model(spec, checkpoint.tensors)
     choice = choose_backend(config, checkpoint)
@@ -79,6 +88,8 @@ def describe(model: str, **options: Unpack[EngineOptions]) -> dict[str, Any]:
         "bytes_in_format": {} if has_weights else _bytes_in_formats(spec),
         "kv_groups": [_kv_group_facts(group, choice.backend) for group in program.kv_groups],
         "tokenizer_bytes": spec.vocab_size * TOKENIZER_BYTES,
+        "kv_dtype": config.kv_format,
+        "kv_nll": _kv_nll(spec.architecture),
         **_memory_facts(config, program, spec),
         "limits": _speed_limits(program, choice.backend),
         "ranks": _rank_facts(config, traced, checkpoint.tensors),
@@ -90,6 +101,13 @@ def _bytes_in_formats(spec: ModelSpec) -> dict[str, int]:
         name: sum(tensor.nbytes for tensor in dummy_tensors(spec, FORMATS[name]).values())
         for name in _FORMATS
     }
+
+
+def _kv_nll(architecture: str) -> dict[str, Any]:
+    if architecture not in _KV_NLL:
+        return {}
+    model, percent = _KV_NLL[architecture]
+    return {"model": model, "percent": dict(percent)}
 
 
 def _memory_facts(config: EngineConfig, program: Program, spec: ModelSpec) -> dict[str, Any]:
@@ -134,7 +152,7 @@ def _rank_facts(
             "stage": mesh.stage(rank),
             "layers": sum(len(group.layers) for group in share.kv_groups),
             "bytes_in_memory": share.weight_bytes,
-            "kv_bytes_per_token": token_bytes(share.kv_groups, config.kv_dtype),
+            "kv_bytes_per_token": token_bytes(share.kv_groups, config.kv_format),
             "bytes_received_decode": sum(op.link_bytes(decode) for op in share.ops),
             "bytes_received_prefill_512": sum(op.link_bytes(prefill) for op in share.ops),
         }

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.backend_traits import BackendName, KvDtype
+from headrace.backend_traits import BackendName, KvChoice
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.config import Activations, EngineConfig, RopeScaling
@@ -80,7 +80,7 @@ def evaluate(
     by_layer: bool = False,
     backend: BackendName = EngineConfig.backend,
     threads: int = EngineConfig.threads,
-    kv_dtype: KvDtype = EngineConfig.kv_dtype,
+    kv_dtype: KvChoice = EngineConfig.kv_dtype,
     activations: Activations = EngineConfig.activations,
     rope_scaling: RopeScaling | None = EngineConfig.rope_scaling,
     rope_scale: float = EngineConfig.rope_scale,
@@ -286,7 +286,7 @@ class _Evaluator:
             self._length,
             backend or self._config.backend,
             self._threads,
-            self._config.kv_dtype,
+            self._config.kv_format,
             self._config.activations,
         )
 

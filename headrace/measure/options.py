@@ -2,7 +2,7 @@
 
 from typing import TypedDict
 
-from headrace.backend_traits import BackendName, KvDtype
+from headrace.backend_traits import BackendName, KvChoice
 from headrace.config import Activations, RopeScaling
 
 
@@ -11,7 +11,7 @@ class EngineOptions(TypedDict, total=False):
 
     backend: BackendName
     threads: int
-    kv_dtype: KvDtype
+    kv_dtype: KvChoice
     activations: Activations
     rope_scaling: RopeScaling | None
     rope_scale: float

@@ -43,7 +43,7 @@ class PhaseTimer:
         kv = KvConfig(
             num_blocks=(blocks,) * self._num_groups,
             block_size=self._block_size,
-            dtype=config.kv_dtype,
+            dtype=config.kv_format,
         )
 
         self.executable: Executable

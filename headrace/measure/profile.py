@@ -66,7 +66,7 @@ def profile(
         PREFILL if prefill is None else prefill,
         DEPTHS if depths is None else depths,
         batches,
-        number_bytes(traced.kv_groups, config.kv_dtype),
+        number_bytes(traced.kv_groups, config.kv_format),
     )
     fitting, skipped = _fitting_phases(requested, checkpoint, config)
     measured = _measure(model, checkpoint, config, fitting, turns, on_progress)
@@ -74,7 +74,7 @@ def profile(
     return ProfileReport(
         model=model,
         spec=checkpoint.spec,
-        kv_dtype=config.kv_dtype,
+        kv_dtype=config.kv_format,
         machines=measured.machines,
         machine=machine,
         profiles=[
@@ -109,7 +109,7 @@ def _fitting_phases(
     program = lower_program(
         config.backend, trace_model(spec, checkpoint.tensors), checkpoint.tensors
     )
-    kv_per_token = token_bytes(program.kv_groups, config.kv_dtype)
+    kv_per_token = token_bytes(program.kv_groups, config.kv_format)
     block_size = config.traits.kv_block_size
     memory = memory_for(config, program)
     fit = Fit(

@@ -78,6 +78,7 @@ class Decoder:
         self.g = g
         self._embedding: Weight | None = None
         self._angles: dict[RopeSpec, Value] = {}
+        self._frequencies: dict[RopeSpec, tuple[tuple[float, ...], float]] = {}
 
     def embed(self) -> Value:
         g, spec = self.g, self.spec
@@ -100,7 +101,8 @@ class Decoder:
         frequencies, scale = inverse_frequencies(
             rope, spec.max_context, spec.context or spec.max_context
         )
-        return self.g.rope_angles(tuple(frequencies.tolist()), scale)
+        self._frequencies[rope] = tuple(frequencies.tolist()), scale
+        return self.g.rope_angles(*self._frequencies[rope])
 
     def logits(self, x: Value) -> Value:
         g, spec = self.g, self.spec
@@ -126,7 +128,8 @@ class Decoder:
         kv_width = spec.num_kv_heads * spec.head_dim
         q = self.linear(x, f"{name}.q", q_width, spec.qkv_bias)
         q = self._head_norm(q, f"{name}.q_norm")
-        k = self.linear(x, f"{name}.k", kv_width, spec.qkv_bias)
+        k_bias, key_bias = self._key_biases(f"{name}.k_bias", kv_width)
+        k = g.linear(x, g.weight(f"{name}.k", kv_width, x.width), k_bias)
         k = self._head_norm(k, f"{name}.k_norm")
         v = self.linear(x, f"{name}.v", kv_width, spec.qkv_bias)
         if rope := spec.rope_of(layer):
@@ -144,7 +147,19 @@ class Decoder:
             softcap=spec.attention_softcap,
             slopes=alibi_slopes(spec.num_heads, spec.alibi_bias) if spec.alibi_bias else (),
             sinks=g.vector(f"{name}.sinks", spec.num_heads) if spec.sinks else None,
+            key_bias=key_bias,
+            key_frequencies=self._frequencies[rope][0] if rope and key_bias else (),
+            key_factor=self._frequencies[rope][1] if rope and key_bias else 1.0,
         )
+
+    def _key_biases(self, name: str, width: int) -> tuple[Weight | None, Weight | None]:
+        """The biases of stored keys and of scores (`checkpoint/key_biases.py`)."""
+        g = self.g
+        if not self.spec.qkv_bias:
+            return None, None
+        if not g.has(f"{name}_large"):
+            return g.vector(name, width), None
+        return g.vector(f"{name}_small", width), g.vector(f"{name}_large", width)
 
     def angles(self, rope: RopeSpec) -> Value:
         return self._angles[rope]

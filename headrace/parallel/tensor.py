@@ -257,6 +257,8 @@ class TensorParallel:
                 num_kv_heads=last_kv - first_kv,
                 slopes=op.slopes[first:last],
                 sinks=op.sinks and slice_weight(op.sinks, (first, last)),
+                key_bias=op.key_bias
+                and slice_weight(op.key_bias, (first_kv * op.head_dim, last_kv * op.head_dim)),
             )
         )
 

@@ -7,6 +7,9 @@ once the KV that a sequence's rows see.
 
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headrace.program.op import Op, StepSize, Value, Weight
 from headrace.record import frozen
 
@@ -227,8 +230,9 @@ class QkvRopeWrite(Op):
 class Attention(Op):
     """out[t, head] = softmax(scores) @ values, over the KV slots that row t sees.
 
-    A score is q . k * scale; `num_heads / num_kv_heads` heads share a KV head. Then, in this
-    order:
+    A score is q . k * scale; `num_heads / num_kv_heads` heads share a KV head. With a `key_bias`
+    [num_kv_heads * head_dim], k is the stored key plus this bias, rotated at the key's position
+    by `key_frequencies`, and times `key_factor`. Then, in this order:
 
     * `softcap`: softcap * tanh(score / softcap) (Gemma 2, 2024);
     * `slopes`: minus the head's slope for each position between key and row (ALiBi, Press et al.
@@ -253,12 +257,28 @@ class Attention(Op):
     sinks: Weight | None = None
     is_latent: bool = False
     num_sink_tokens: int = 0
+    key_bias: Weight | None = None
+    key_frequencies: tuple[float, ...] = ()
+    """Radians per position of each rotary pair (2i, 2i + 1); further numbers do not rotate."""
+    key_factor: float = 1.0
 
     def matrices(self) -> list[Weight]:
         return []
 
     def vectors(self) -> list[Weight]:
-        return [self.sinks] if self.sinks else []
+        return [vector for vector in (self.sinks, self.key_bias) if vector]
+
+    def key_bias_pairs(self, bias: NDArray[np.float32]) -> list[tuple[int, float, float, float]]:
+        """(number, frequency, two biases) of the pairs of a KV head's bias that are not zero."""
+        pairs = []
+        for number in range(0, self.head_dim, 2):
+            rotates = number // 2 < len(self.key_frequencies)
+            frequency = self.key_frequencies[number // 2] if rotates else 0.0
+            factor = self.key_factor if rotates else 1.0
+            x, y = (float(part) * factor for part in bias[number : number + 2])
+            if x or y:
+                pairs.append((number, frequency, x, y))
+        return pairs
 
     def _visible(self, position: int, rows: int = 1) -> int:
         """Number of positions that any of `rows` rows sees; the last is at `position`."""

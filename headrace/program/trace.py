@@ -157,6 +157,9 @@ class Tracer:
     def vector(self, name: str, size: int) -> Weight:
         return self.weight(name, 1, size)
 
+    def has(self, name: str) -> bool:
+        return name in self._tensors
+
     def _value(self, width: int, rows: RowKind) -> Value:
         return Value(next(self._ids), width, rows)
 
@@ -238,6 +241,9 @@ class Tracer:
         sinks: Weight | None = None,
         is_latent: bool = False,
         num_sink_tokens: int = 0,
+        key_bias: Weight | None = None,
+        key_frequencies: tuple[float, ...] = (),
+        key_factor: float = 1.0,
     ) -> Value:
         """Defaults: `scale` is 1 / sqrt(head_dim), and `value_dim` is head_dim."""
         num_heads, value_dim = q.width // head_dim, value_dim or head_dim
@@ -258,6 +264,9 @@ class Tracer:
                 sinks=sinks,
                 is_latent=is_latent,
                 num_sink_tokens=num_sink_tokens,
+                key_bias=key_bias,
+                key_frequencies=key_frequencies,
+                key_factor=key_factor,
             )
         )
         return out

@@ -27,6 +27,9 @@ def round_trip(x: Doubles, dtype: KvDtype) -> Doubles:
         return x
     if dtype == "bf16":
         return round_bf16(x)
+    if dtype == "f16":
+        with np.errstate(over="ignore"):
+            return x.astype(np.float32).astype(np.float16).astype(np.float64)
     if dtype == "fp8":
         return _scaled_e4m3(x)
     rotation = hadamard(x.shape[-1])

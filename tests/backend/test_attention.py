@@ -44,6 +44,12 @@ class Kind(NamedTuple):
     sloped: bool = False
     has_sinks: bool = False
     num_sink_tokens: int = 0
+    has_key_bias: bool = False
+
+    @property
+    def frequencies(self) -> tuple[float, ...]:
+        """Of all pairs but the last, which does not rotate."""
+        return tuple(0.7**pair for pair in range(self.key_dim // 2 - 1))
 
 
 SIZES = [
@@ -74,6 +80,7 @@ KINDS = st.one_of(
         lambda heads, sizes, **extras: Kind(heads, key_dim=sizes[0], value_dim=sizes[1], **extras),
         st.sampled_from([1, 2, 3]),
         st.sampled_from(SIZES + APART),
+        has_key_bias=st.booleans(),
         **EXTRAS,
     ),
     st.builds(
@@ -86,9 +93,9 @@ KINDS = st.one_of(
 )
 
 ALL = (
-    Kind(2, 2, 16, 16, softcap=5.0, sloped=True, has_sinks=True),
+    Kind(2, 2, 16, 16, softcap=5.0, sloped=True, has_sinks=True, has_key_bias=True),
     Kind(1, 5, 48, 32, latent=True, window=40, has_sinks=True),
-    Kind(3, 1, 24, 80, window=40, sloped=True, num_sink_tokens=5),
+    Kind(3, 1, 24, 80, window=40, sloped=True, num_sink_tokens=5, has_key_bias=True),
     Kind(1, 3, 64, 48, latent=True, softcap=9.0),
 )
 
@@ -110,6 +117,7 @@ def model(*kinds: Kind, seed: int = 0) -> tuple[Program, Tensors]:
         tensor(f"{i}.o", DIM, heads * kind.value_dim, (heads * kind.value_dim) ** -0.5)
         tensor(f"{i}.sinks", 1, heads, 2.0)
         tensors[f"{i}.sinks"] = replace(tensors[f"{i}.sinks"], shape=(heads,))
+        tensors[f"{i}.key_bias"] = key_bias_of(kind, rng)
 
     def attended(g: Tracer, x: Value, i: int, kind: Kind) -> Value:
         heads = kind.kv_heads * kind.share
@@ -130,6 +138,9 @@ def model(*kinds: Kind, seed: int = 0) -> tuple[Program, Tensors]:
             "softcap": kind.softcap,
         }
         rest |= {"num_sink_tokens": kind.num_sink_tokens if kind.window else 0}
+        if kind.has_key_bias:
+            rest |= {"key_bias": g.vector(f"{i}.key_bias", sizes["k"])}
+            rest |= {"key_frequencies": kind.frequencies, "key_factor": 1.2}
         y = g.attention(
             q,
             i,
@@ -150,6 +161,14 @@ def model(*kinds: Kind, seed: int = 0) -> tuple[Program, Tensors]:
         return g.linear(g.gather_rows(x), g.weight("head", VOCAB, DIM))
 
     return trace(equations, tensors), tensors
+
+
+def key_bias_of(kind: Kind, rng: np.random.Generator) -> StoredTensor:
+    """Biases of the first pair of each head, and of the last."""
+    bias = np.zeros((kind.kv_heads, kind.key_dim), np.float32)
+    for numbers in (slice(2), slice(kind.key_dim - 2, None)):
+        bias[:, numbers] = 3 * rng.standard_normal((kind.kv_heads, 2))
+    return StoredTensor.from_floats("key_bias", bias.reshape(-1))
 
 
 def kv_of(program: Program, dtype: KvDtype, blocks: int = BLOCKS) -> KvConfig:
@@ -327,6 +346,10 @@ def plan_with(key_dim: int, value_dim: int, packed: bool = False) -> _native.Pla
     return plan
 
 
+def with_key_bias(plan: _native.Plan, *pairs: tuple[int, int, float, float, float]) -> None:
+    plan.attention(1, 0, (0, 0), 2, 8, 1.0, 0.0, [], -1, list(pairs))
+
+
 Call = Callable[[_native.Plan], Any]
 
 
@@ -343,6 +366,13 @@ Call = Callable[[_native.Plan], Any]
     ((16, 8), lambda p: p.attention(1, 0, (0, 0), 2, 8, 1.0, -1.0), "a cap"),
     ((16, 8), lambda p: p.attention(1, 0, (0, 0), 2, 8, 1.0, 0.0, [1.0]), "a slope"),
     ((16, 8), lambda p: p.attention(1, 0, (0, 0), 2, 8, 1.0, 0.0, [], 1), "a vector is not there"),
+    ((16, 8), lambda p: with_key_bias(p, (1, 0, 1.0, 1.0, 1.0)), "two numbers of its keys"),
+    ((16, 8), lambda p: with_key_bias(p, (-1, 0, 1.0, 1.0, 1.0)), "two numbers of its keys"),
+    ((16, 8), lambda p: with_key_bias(p, (0, 15, 1.0, 1.0, 1.0)), "two numbers of its keys"),
+    ((16, 8), lambda p: with_key_bias(p, (0, -1, 1.0, 1.0, 1.0)), "two numbers of its keys"),
+    ((16, 8), lambda p: with_key_bias(p, (0, 0, float("inf"), 1.0, 1.0)), "a finite frequency"),
+    ((16, 8), lambda p: with_key_bias(p, (0, 0, 1.0, float("nan"), 1.0)), "a finite frequency"),
+    ((16, 8), lambda p: with_key_bias(p, *[(0, 0, 1.0, 1.0, 1.0)] * 65), "at most 64 pairs"),
     ((16, 8), lambda p: p.kv_write(0, -1, (0, 0)), "values to write"),
     ((16, 0), lambda p: p.kv_write(0, 0, (0, 0)), "values to write"),
     ((16, 0), lambda p: p.kv_write(2, -1, (0, 0)), "keys are as wide"),

@@ -33,7 +33,13 @@ from tests.backend.test_cpu_program import BLOCKS, random_steps
 from tests.tiny import Tensors, tiny_model
 
 ISAS = _native.isas()
-TOLERANCE: dict[KvDtype, float] = {"f32": 1e-4, "bf16": 0.02, "int8": 0.02, "int4": 0.2}
+TOLERANCE: dict[KvDtype, float] = {
+    "f32": 1e-4,
+    "f16": 0.003,
+    "bf16": 0.02,
+    "int8": 0.02,
+    "int4": 0.2,
+}
 SHAPES = st.fixed_dictionaries(
     {
         "kv_heads": st.sampled_from([1, 2, 3]),

@@ -63,8 +63,15 @@ class TestShow:
         ) == (30, 576, 9, 3, 49152)
         assert facts["kv_bytes_per_token"] == {
             dtype: 30 * 3 * token
-            for dtype, token in (("bf16", 256), ("f32", 512), ("int8", 136), ("int4", 72))
+            for dtype, token in (
+                ("bf16", 256),
+                ("f16", 256),
+                ("f32", 512),
+                ("int8", 136),
+                ("int4", 72),
+            )
         }
+        assert facts["kv_dtype"] == "bf16" and facts["kv_nll"]["percent"]["int4"] > 0
         assert facts["bytes"] == sum(facts["bytes_by_type"].values()) < smollm2.stat().st_size
         checkpoint = open_checkpoint(smollm2)
         executable = compile_program(

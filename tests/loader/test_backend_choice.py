@@ -55,7 +55,8 @@ def chosen(checkpoint: Checkpoint, **options: Any) -> tuple[str, str]:
 def test_backend_auto_is_the_default(on: Callable[..., None], checkpoint: Checkpoint) -> None:
     on(READY)
     assert EngineConfig().backend == "auto" and chosen(checkpoint) == ("cuda", "")
-    assert with_backend(EngineConfig(), checkpoint) == replace(EngineConfig(), backend="cuda")
+    chosen_config = replace(EngineConfig(), backend="cuda", kv_dtype="bf16")
+    assert with_backend(EngineConfig(), checkpoint) == chosen_config
 
 
 @pytest.mark.parametrize("options", [{"backend": "cpu"}, {"backend": "reference"}, {}])

@@ -48,7 +48,7 @@ from headrace.loader.options import engine_config
         ),
         ({"max_draft_tokens": 0}, "max_draft_tokens must be a whole number from 1"),
         ({"adaptive_speculation": "no"}, "adaptive_speculation must be true or false, not 'no'"),
-        ({"kv_dtype": "int3"}, "kv_dtype must be one of bf16, f32, fp8, int8, int4"),
+        ({"kv_dtype": "int3"}, "kv_dtype must be one of auto, bf16, f16, f32, fp8, int8, int4"),
         ({"backend": ["cpu"]}, "backend must be one of"),
         ({"max_num_seqs": 0}, "max_num_seqs must be a whole number from 1"),
         ({"threads": -1}, "threads"),

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from headrace.checkpoint.key_biases import split_key_biases
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.config import KvConfig
 from headrace.errors import UnsupportedModelError
@@ -17,11 +18,12 @@ from headrace.parallel.tensor import TensorParallel
 from headrace.program.collective import ColumnsToRows, GatherShares, NormShare
 from headrace.program.ops import Add
 from headrace.program.trace import Program
+from headrace.quant.formats import StoredTensor
 from tests.backend.batches import Sequence, batch_of
 from tests.families import VARIANTS, save_model
 from tests.parallel.lockstep import LockStep
 from tests.parallel.models import models
-from tests.tiny import Tensors
+from tests.tiny import Tensors, tiny_model
 
 _SAVED: dict[str, Checkpoint] = {}
 
@@ -50,18 +52,31 @@ def test_tensor_parallel_gives_the_bits_of_one_rank(name: str, ranks: int, saved
         assert_equal_bits(
             program,
             [[TensorParallel(program, rank, ranks).rewritten() for rank in range(ranks)]],
-            checkpoint,
+            checkpoint.tensors,
         )
 
 
-def assert_equal_bits(
-    program: Program, stages: list[list[Program]], checkpoint: Checkpoint
-) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_share_large_key_biases(ranks: int) -> None:
+    """Two ranks have a KV head each, or two ranks have one together."""
+    spec, tensors = tiny_model(0, qkv_bias=True, vocab=101)
+    bias = StoredTensor.from_floats("layers.1.k_bias", np.linspace(-40, 40, 16, dtype=np.float32))
+    tensors = split_key_biases(spec, tensors | {bias.name: bias})
+    assert "layers.1.k_bias_large" in tensors
+    program = trace_model(spec, tensors)
+    assert_equal_bits(
+        program,
+        [[TensorParallel(program, rank, ranks).rewritten() for rank in range(ranks)]],
+        tensors,
+    )
+
+
+def assert_equal_bits(program: Program, stages: list[list[Program]], tensors: Tensors) -> None:
     groups = len(program.kv_groups)
     kv = KvConfig((4,) * groups, 16, "f32")
     one, many = (
-        LockStep([[program]], checkpoint.tensors, kv),
-        LockStep(stages, checkpoint.tensors, kv),
+        LockStep([[program]], tensors, kv),
+        LockStep(stages, tensors, kv),
     )
     sequences = [Sequence([1, 3], 16), Sequence([2, 0], 16)]
     for chunk in (5, 3, 1):
@@ -96,7 +111,7 @@ def test_meshes_give_the_bits_of_one_rank(name: str, mesh: Mesh, saved: Path) ->
         layer for (first, *_) in stages for group in first.kv_groups for layer in group.layers
     ]
     assert sorted(layers) == sorted(layer for group in program.kv_groups for layer in group.layers)
-    assert_equal_bits(program, stages, checkpoint)
+    assert_equal_bits(program, stages, checkpoint.tensors)
 
 
 def test_pipeline_layers(saved: Path) -> None:
@@ -104,7 +119,7 @@ def test_pipeline_layers(saved: Path) -> None:
     program, mesh = trace_model(checkpoint.spec, checkpoint.tensors), Mesh(1, 2, layers=(1, 2))
     stages = [mesh.program(program, rank) for rank in range(2)]
     assert [sum(len(group.layers) for group in stage.kv_groups) for stage in stages] == [1, 2]
-    assert_equal_bits(program, [[stage] for stage in stages], checkpoint)
+    assert_equal_bits(program, [[stage] for stage in stages], checkpoint.tensors)
     for layers in ((1, 1), (3,), (1, 1, 1)):
         with pytest.raises(UnsupportedModelError, match="do not give 3 layers in 2 stages"):
             Mesh(1, 2, layers=layers).program(program, 0)

@@ -337,11 +337,28 @@ def _glu_linear(lo: Lowering, op: ops.GluLinear) -> None:
 def _attention(lo: Lowering, op: ops.Attention) -> None:
     def lower(out: int) -> None:
         q, place, sinks = lo.buffer(op.q), lo.places[op.layer], lo.vector(op.sinks)
+        further = (_key_bias_pairs(lo, op),) if op.key_bias else ()
         lo.plan.attention(
-            out, q, place, op.num_heads, op.value_dim, op.scale, op.softcap, op.slopes, sinks
+            out,
+            q,
+            place,
+            op.num_heads,
+            op.value_dim,
+            op.scale,
+            op.softcap,
+            op.slopes,
+            sinks,
+            *further,
         )
 
     lo.write(op.out, lower, packs_groups=op.value_dim % GROUP == 0)  # a head is then whole groups
+
+
+def _key_bias_pairs(lo: Lowering, op: ops.Attention) -> list[tuple[int, int, float, float, float]]:
+    """(KV head, number of the key, frequency, biases) of the pairs that are not zero."""
+    assert op.key_bias
+    heads = lo.tensors[op.key_bias.name].dequantise().reshape(op.num_kv_heads, op.head_dim)
+    return [(head, *pair) for head, bias in enumerate(heads) for pair in op.key_bias_pairs(bias)]
 
 
 def _gather_rows(lo: Lowering, op: ops.GatherRows) -> None:

@@ -9,10 +9,11 @@ from headrace.backend_traits import KvDtype, check_kv_dtype
 from headrace.batch import Ints
 from headrace.program.kv import KvGroup
 
-KvFormat = Literal["bf16", "f32", "fp8", "int8"]
+KvFormat = Literal["bf16", "f16", "f32", "fp8", "int8"]
 
 _CODES: dict[KvFormat, Any] = {
     "bf16": torch.bfloat16,
+    "f16": torch.float16,
     "f32": torch.float32,
     "fp8": torch.float8_e4m3fn,
     "int8": torch.uint8,

@@ -246,7 +246,8 @@ def _qkv_rope_write(s: Lowering, op: ops.QkvRopeWrite) -> list[Launch]:
 
 def _attention(s: Lowering, op: ops.Attention) -> list[Launch]:
     sinks = s.weights.vector(op.sinks) if op.sinks else None
-    return s.step.attention.attend(op, s.value(op.out), s.value(op.q), sinks, s.workspace)
+    key_bias = s.weights.tensors[op.key_bias.name] if op.key_bias else None
+    return s.step.attention.attend(op, s.value(op.out), s.value(op.q), sinks, key_bias, s.workspace)
 
 
 def _glu(s: Lowering, op: ops.Glu) -> list[Launch]:

@@ -16,6 +16,7 @@ from headrace.backend.cuda.device import DEVICE, multiprocessors
 from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.kernels.attention import (
     AttentionWork,
+    KeyBias,
     Scratch,
     Tiles,
     attention,
@@ -30,6 +31,7 @@ from headrace.backend.cuda.workspace import Workspace
 from headrace.batch import Ints, RaggedBatch
 from headrace.program import ops
 from headrace.program.trace import Program
+from headrace.quant.formats import StoredTensor
 
 _MAX_DRAFT_TOKENS = 1024  # Per sequence, as options limit them
 
@@ -118,6 +120,7 @@ class StepAttention:
         out: torch.Tensor,
         q: torch.Tensor,
         sinks: torch.Tensor | None,
+        key_bias: StoredTensor | None,
         workspace: Workspace,
     ) -> list[Launch]:
         number = self._group[op.layer]
@@ -141,6 +144,12 @@ class StepAttention:
                 f"slopes {op.slopes}",
                 lambda: torch.tensor(op.slopes, dtype=torch.float32, device=DEVICE),
             )
+        tiles, bias = self._tiles[number], None
+        if key_bias:
+            bias = workspace.once(
+                f"key bias {key_bias.name} {tiles.split}",
+                lambda: KeyBias.of(op, key_bias.dequantise(), tiles.split),
+            )
         return attention(
             op,
             q,
@@ -148,9 +157,10 @@ class StepAttention:
             store,
             work,
             Scratch(sums, weights, queries),
-            self._tiles[number],
+            tiles,
             slopes,
             sinks,
+            bias,
         )
 
 

@@ -216,6 +216,7 @@ def _attention(s: Step, op: ops.Attention) -> Floats:
     store = s.memory.stores[group]
     slopes = np.array(op.slopes or [0.0] * op.num_heads).reshape(op.num_kv_heads, -1, 1)
     sinks = s.w(op.sinks).reshape(op.num_kv_heads, -1, 1) if op.sinks else None
+    biases = _rotated_key_biases(s, op)
 
     for row, slots in enumerate(s.visible(group)):
         num_seen = len(slots)
@@ -225,6 +226,8 @@ def _attention(s: Step, op: ops.Attention) -> Floats:
         seen = slots[positions]
         k = store.keys[place, seen]  # [seen, kv heads, head_dim]
         v = k[..., : op.value_dim] if op.is_latent else store.values[place, seen]
+        if biases is not None:
+            k = k + biases[positions]
 
         scores = np.einsum("hgd,shd->hgs", q[row], k) * op.scale
         if op.softcap:
@@ -240,6 +243,17 @@ def _attention(s: Step, op: ops.Attention) -> Floats:
             total = total + np.exp(sinks - max_score)
         out[row] = np.einsum("hgs,shd->hgd", weights / total, v)
     return out.reshape(len(q), -1)
+
+
+def _rotated_key_biases(s: Step, op: ops.Attention) -> Floats | None:
+    """[positions, KV heads, head_dim]"""
+    if op.key_bias is None:
+        return None
+    positions = np.arange(1 + max(s.batch.positions, default=0))
+    angles = positions[:, None] * np.array(op.key_frequencies)
+    factors = np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * op.key_factor
+    bias = np.tile(s.w(op.key_bias).reshape(1, -1), (len(positions), 1))
+    return rotate(bias, factors, op.head_dim).reshape(len(positions), -1, op.head_dim)
 
 
 def _activate(s: Step, op: ops.Activate) -> Floats:

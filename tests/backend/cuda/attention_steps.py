@@ -22,6 +22,7 @@ from headrace.backend.cuda.attention_work import (
 from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.kernels.attention import (
     AttentionWork,
+    KeyBias,
     Scratch,
     Tiles,
     attention,
@@ -41,7 +42,13 @@ from tests.backend.batches import Sequence, batch_of
 VOCAB = 40
 TILES = Tiles(rows=16, keys=16, split=32, programs=3, num_warps=4, num_stages=2)
 """As small as possible, so that contexts of a hundred tokens have several splits."""
-TOLERANCE: dict[KvDtype, float] = {"f32": 1e-5, "bf16": 0.01, "fp8": 0.01, "int8": 0.01}
+TOLERANCE: dict[KvDtype, float] = {
+    "f32": 1e-5,
+    "f16": 0.002,
+    "bf16": 0.01,
+    "fp8": 0.01,
+    "int8": 0.01,
+}
 """Relative to the norm of results: except in float32 stores, queries and key weights are
 rounded to bf16.
 """
@@ -61,6 +68,7 @@ class Layer(NamedTuple):
     sloped: bool = False
     has_sinks: bool = False
     num_sink_tokens: int = 0
+    has_key_bias: bool = False
 
     @property
     def heads(self) -> int:
@@ -73,6 +81,8 @@ def op_of(layer: Layer) -> Attention:
         if layer.sloped
         else ()
     )
+    frequencies = tuple(0.7**pair for pair in range(layer.key_dim // 2 - 1))
+    bias = Weight("key_bias", 1, layer.kv_heads * layer.key_dim, 0)
     return Attention(
         Value(4, layer.heads * layer.value_dim, "step"),
         Value(3, layer.heads * layer.key_dim, "step"),
@@ -88,6 +98,9 @@ def op_of(layer: Layer) -> Attention:
         Weight("sinks", 1, layer.heads, 0) if layer.has_sinks else None,
         layer.latent,
         layer.num_sink_tokens if layer.window else 0,
+        bias if layer.has_key_bias else None,
+        frequencies,
+        1.2,
     )
 
 
@@ -138,6 +151,9 @@ class Device:
         self.forget(slice(None))
         self.slopes = on_device(self.op.slopes) if self.op.slopes else None
         self.sinks = on_device(sinks_of(layer)) if self.op.sinks else None
+        self.key_bias: KeyBias | None = None
+        if self.op.key_bias:
+            self.key_bias = KeyBias.of(self.op, key_bias_of(layer), tiles.split)
 
     def forget(self, blocks: Any) -> None:
         """Fill blocks with NaN, or with the largest codes."""
@@ -180,7 +196,16 @@ class Device:
             device=DEVICE,
         )
         for launch in attention(
-            op, q, out, self.store, work, scratch, self.tiles, self.slopes, self.sinks
+            op,
+            q,
+            out,
+            self.store,
+            work,
+            scratch,
+            self.tiles,
+            self.slopes,
+            self.sinks,
+            self.key_bias,
         ):
             launch()
         result = out.float().cpu().numpy()
@@ -232,7 +257,10 @@ class Truth:
             kv=SimpleNamespace(block_size=block_size, dtype=dtype),
             places={0: (0, 0)},
             stores=[store],
-            weights={"sinks": sinks_of(layer)},
+            weights={
+                "sinks": sinks_of(layer),
+                "key_bias": key_bias_of(layer).astype(np.float64),
+            },
         )
 
     def run(self, batch: RaggedBatch) -> NDArray[np.float64]:
@@ -252,6 +280,13 @@ class Truth:
 
 def sinks_of(layer: Layer) -> NDArray[np.float64]:
     return np.linspace(-1, 2, layer.heads)
+
+
+def key_bias_of(layer: Layer) -> NDArray[np.float32]:  # [kv_heads * key_dim]
+    """Biases of the first pair of each head, and of the last, which does not rotate."""
+    bias = np.zeros((layer.kv_heads, layer.key_dim), np.float32)
+    bias[:, :2], bias[:, -2:] = (3.0, -4.0), (2.0, 1.0)
+    return bias.reshape(-1)
 
 
 def shuffled_sequences(

@@ -72,6 +72,8 @@ ALL = [
         for name in ("Q4_1", "Q4_K", "Q6_K", "F16", "I8_ROW", "I8_MIXED", "NVFP4", "IQ4_NL")
     ),
     Case("1b", "F32", "f32", activations=torch.float32),
+    Case("biased", "BF16", "f16", rows=(1, 512)),
+    Case("biased", "BF16", "int8", rows=(1, 512)),
     Case("experts", "BF16", experts="MXFP4_PAIRS"),
     Case("latent", "BF16"),
     Case("latent", "Q4_0", "int8", rows=(1, 512)),

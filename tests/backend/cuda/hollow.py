@@ -13,6 +13,7 @@ import torch
 from headrace.backend.cuda import packing, weights
 from headrace.backend.cuda.layout import SUPER_BLOCK, ScaleStore, WeightLayout, layout_of
 from headrace.backend.cuda.packing import PackedWeight
+from headrace.checkpoint.key_biases import split_key_biases
 from headrace.model import tensor_shapes
 from headrace.model.spec import ExpertSpec, MlaSpec, ModelSpec, RopeSpec
 from headrace.quant.formats import FORMATS, StoredTensor
@@ -83,6 +84,7 @@ SPECS = {
         experts=ExpertSpec(64, 6, 1408, normalised=False, shared_ffn_dim=2816),
     ),
 }
+SPECS["biased"] = replace(SPECS["1b"], name="biased", qkv_bias=True)
 SPECS |= {
     "tiny experts": replace(
         SPECS["experts"],
@@ -115,7 +117,8 @@ SPECS |= {
         **{"rope": RopeSpec(8), "mla": MlaSpec(24, 16, is_absorbed=True), "experts": None},
     ),
 }
-"""SmolLM2-135M, Llama 3.2 1B and 3.1 8B, gpt-oss-20b, DeepSeek-V2-Lite, and models small
+"""SmolLM2-135M, Llama 3.2 1B and 3.1 8B, gpt-oss-20b, DeepSeek-V2-Lite, Llama 3.2 1B with key
+biases, and models small
 enough for the interpreter.
 """
 
@@ -124,7 +127,7 @@ def hollow_tensors(spec: ModelSpec, format: str, experts: str = "") -> dict[str,
     """Tensors of a model that share one byte: matrices in a format, experts perhaps in
     another, vectors in F32.
     """
-    return {
+    tensors = {
         name: hollow_tensor(
             name,
             ((experts if ".experts." in name else "") or format) if len(shape) > 1 else "F32",
@@ -132,6 +135,13 @@ def hollow_tensors(spec: ModelSpec, format: str, experts: str = "") -> dict[str,
         )
         for name, shape in tensor_shapes(spec).items()
     }
+    if spec.name == "biased":
+        tensors |= {
+            name: StoredTensor.from_floats(name, np.full(tensor.shape, 100.0, np.float32))
+            for name, tensor in tensors.items()
+            if name.endswith(".k_bias")
+        }
+    return split_key_biases(spec, tensors)
 
 
 def hollow_tensor(name: str, format: str, shape: tuple[int, ...]) -> StoredTensor:

@@ -49,6 +49,7 @@ LAYERS = st.one_of(
         lambda heads, sizes, **extras: Layer(heads, key_dim=sizes[0], value_dim=sizes[1], **extras),
         st.sampled_from([1, 2, 3]),
         st.sampled_from(SIZES),
+        has_key_bias=st.booleans(),
         **EXTRAS,
     ),
     st.builds(
@@ -72,6 +73,7 @@ WIDE = TILES._replace(rows=64, programs=2)
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @settings(max_examples=examples(5), deadline=None)
+@example(layer=Layer(2, 2, 24, 24, has_key_bias=True), nodes=6, block_size=16, packed=False, seed=1)
 @given(packed=st.booleans(), **COMMON)
 def test_equals_reference(
     dtype: KvFormat, layer: Layer, nodes: int, block_size: int, packed: bool, seed: int
@@ -121,6 +123,7 @@ def alone(
 @settings(max_examples=examples(2), deadline=None)
 @given(**COMMON)
 @example(layer=Layer(2, 2, 24, 24, window=40, num_sink_tokens=5), nodes=6, block_size=16, seed=1)
+@example(layer=Layer(2, 2, 24, 24, has_key_bias=True), nodes=6, block_size=16, seed=1)
 def test_a_row_has_the_same_bits_in_any_batch(
     dtype: KvFormat, layer: Layer, nodes: int, block_size: int, seed: int
 ) -> None:

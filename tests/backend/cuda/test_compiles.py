@@ -23,6 +23,8 @@ LATENT_ROWS_STACK = 1280
 """Stack bytes for attention over latent rows: sums of 512 numbers for 64 rows exceed the
 registers (docs/internals/gpu.md).
 """
+KEY_BIAS_STACK = 128
+"""Stack bytes for attention with key biases: sines once in a split, and none in its loop."""
 FEW_BYTES = 16
 
 Kernel = dict[str, Any]
@@ -84,6 +86,8 @@ def test_kernels_fit_in_memory_and_registers(what: str, most: int) -> None:
 
 def spilt(kernel: Kernel) -> int:
     """Bytes per thread that are known not to fit into registers."""
+    if kernel["constants"].get("PAIRS") and kernel["kernel"] == "attention_kernel":
+        return KEY_BIAS_STACK
     return (
         LATENT_ROWS_STACK
         if kernel["constants"].get("IS_LATENT")

@@ -8,13 +8,23 @@ see change no bit of its result.
 
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 
 from headrace._native import GpuWork
 from headrace.backend.cuda.attention_work import FIELDS, ROW_FIELDS
+from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.kernels.attention_merge import factors, merge
-from headrace.backend.cuda.kernels.attention_split import attend_split, count_of, load_queries, nth
+from headrace.backend.cuda.kernels.attention_split import (
+    attend_split,
+    count_of,
+    load_factors,
+    load_queries,
+    nth,
+)
 from headrace.backend.cuda.kernels.hadamard import log_size, transform_heads
 from headrace.backend.cuda.kv_store import KvStore
 from headrace.backend.cuda.launch import Launch, blocks, power_of_2
@@ -29,7 +39,8 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def attention_kernel(
         q, q_stride, keys, key_scales, values, value_scales, items, count, rows, table, paths,
-    slopes, sums, weights, scale, softcap,
+    slopes, plain_q, plain_stride, dims, biases, frequencies, waves,
+    sums, weights, scale, softcap,
         NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     TILE_HEADS: tl.constexpr,
         KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_COLS: tl.constexpr,
@@ -38,7 +49,7 @@ def attention_kernel(
     MASKS_LATENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
         HAS_SLOPES: tl.constexpr, WINDOW: tl.constexpr, SINK_TOKENS: tl.constexpr,
     SPLIT: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
+    KEYS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Take every n-th unit of the list: an item with a KV head, or with some of its query heads."""
     m = tl.arange(0, ROWS)
@@ -57,7 +68,11 @@ def attention_kernel(
             rows + row * _ROW_FIELDS + 2, valid, -1
         )  # the row's own, among the keys that it sees
         query = load_queries(q, row, q_stride, head, valid, tl.arange(0, KEY_COLS), KEY_DIM, FORMAT)
-        more_query, slope = query, index
+        more_query, slope, at_start, at_quarter = query, index, index, index
+        if PAIRS:
+            at_start, at_quarter = load_factors(
+                plain_q, row, plain_stride, head, valid, dims, biases, kv_head, KEY_DIM, PAIRS
+            )
         if MORE_KEY_COLS:
             more_query = load_queries(
                 q,
@@ -83,12 +98,13 @@ def attention_kernel(
         total_most = tl.full((ROWS,), float("-inf"), tl.float32)
         for i in range(0, count_of(begin, stop, sink_splits, first_key // SPLIT)):
             acc, weight, most = attend_split(
-                                query, more_query, index, slope, nth(i, begin, sink_splits,
+                                query, more_query, index, slope, at_start, at_quarter,
+                frequencies, waves, nth(i, begin, sink_splits,
                 first_key // SPLIT), first_key, end, kv_head, own_table,
                 base, path, keys, key_scales, values, value_scales, scale, softcap,
                                 KV_HEADS, KEY_DIM, VALUE_DIM, KEY_COLS, MORE_KEY_COLS, VALUE_COLS,
                 BLOCK, FORMAT, IS_LATENT, MASKS_LATENT,
-                HAS_SOFTCAP, HAS_SLOPES, WINDOW, SINK_TOKENS, SPLIT, ROWS, KEYS,
+                HAS_SOFTCAP, HAS_SLOPES, WINDOW, SINK_TOKENS, SPLIT, ROWS, KEYS, PAIRS,
             )  # fmt: skip
             total_most, before, now = factors(total_most, most)
             total = total * before[:, None] + acc * now[:, None]
@@ -123,6 +139,39 @@ class Tiles(NamedTuple):
     programs: int
     num_warps: int
     num_stages: int
+
+
+class KeyBias(NamedTuple):
+    """The pairs of a key bias on the device, with zeros up to one number of pairs for each KV
+    head. Their number is a power of two, at least 8.
+    """
+
+    dims: Any  # [KV heads, pairs] first of the two numbers, int32
+    biases: Any  # [KV heads, pairs, 2] float32
+    frequencies: Any  # [KV heads, pairs] radians for each position, float64
+    waves: Any  # [KV heads, cosines and sines, split] of positions from the start of a split
+
+    @classmethod
+    def of(cls, op: Attention, bias: NDArray[np.float32], split: int) -> "KeyBias":
+        """`bias`: [KV heads * head_dim]."""
+        heads = [op.key_bias_pairs(head) for head in bias.reshape(op.num_kv_heads, op.head_dim)]
+        num_pairs = power_of_2(max(map(len, heads)), 8)
+        pairs = np.zeros((len(heads), num_pairs, 4))
+        for row, head in zip(pairs, heads, strict=True):
+            row[: len(head)] = np.array(head).reshape(-1, 4)
+        angles = pairs[:, :, 1, None] * np.arange(split)
+        parts = {
+            torch.int32: pairs[:, :, 0],
+            torch.float32: pairs[:, :, 2:],
+            torch.float64: pairs[:, :, 1],
+        }
+        dims, biases, frequencies = (
+            torch.tensor(part, dtype=dtype, device=DEVICE) for dtype, part in parts.items()
+        )
+        waves = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+        return cls(
+            dims, biases, frequencies, torch.tensor(waves, dtype=torch.float32, device=DEVICE)
+        )
 
 
 class AttentionWork(NamedTuple):
@@ -212,6 +261,7 @@ def attention(
     tiles: Tiles,
     slopes: Any = None,
     sinks: Any = None,
+    key_bias: KeyBias | None = None,
 ) -> list[Launch]:
     """Compute attention of `q` [rows, heads * head_dim], float32, into `out` [rows, heads *
     value_dim].
@@ -220,6 +270,7 @@ def attention(
     float32. Queries are rotated here if the store is.
     """
     launches: list[Launch] = []
+    plain_q = q
     if store.uses_hadamard:
         launches.append(transform_heads(scratch.queries, q, op.head_dim))
         q = scratch.queries
@@ -240,6 +291,9 @@ def attention(
         q.stride(0),
         *store.layer(op.layer),
         *lists,
+        plain_q,
+        plain_q.stride(0),
+        *(key_bias or (q, q, q, q)),
         *partials,
         scale * _LOG2_E.value,
         op.softcap * _LOG2_E.value,
@@ -249,7 +303,8 @@ def attention(
             attention_kernel,
             (tiles.programs,),
             args,
-            _constants(op, store, tiles, slopes is not None),
+            _constants(op, store, tiles, slopes is not None)
+            | {"PAIRS": key_bias.dims.shape[1] if key_bias else 0},
         )
     )
     turned_by = (

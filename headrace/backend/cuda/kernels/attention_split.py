@@ -30,7 +30,37 @@ def load_queries(q, row, stride, head, valid, column, DIM: tl.constexpr, FORMAT:
     """Load queries in the type that keys are multiplied in."""
     mask = valid[:, None] & (column < DIM)[None, :]
     numbers = tl.load(q + (row * stride + head * DIM)[:, None] + column[None, :], mask, 0.0)
-    return numbers if FORMAT == "f32" else numbers.to(tl.bfloat16)
+    if FORMAT == "f32":
+        return numbers
+    elif FORMAT == "f16":
+        return numbers.to(tl.float16)
+    else:
+        return numbers.to(tl.bfloat16)
+
+
+@triton.jit
+def load_factors(
+    q, row, stride, head, valid, dims, biases, kv_head, DIM: tl.constexpr, PAIRS: tl.constexpr
+):
+    """What the rotated pairs of a key bias add to the product of a query and the key at position 0,
+    and at a quarter turn of each pair: [queries, 2 * PAIRS] each, the pairs twice.
+    """
+    pair = kv_head * PAIRS + tl.arange(0, 2 * PAIRS) % PAIRS
+    dim, mask = tl.load(dims + pair), valid[:, None]
+    x, y = tl.load(biases + 2 * pair)[None, :], tl.load(biases + 2 * pair + 1)[None, :]
+    at = q + (row * stride + head * DIM)[:, None] + dim[None, :]
+    even, odd = tl.load(at, mask, 0.0), tl.load(at + 1, mask, 0.0)
+    return even * x + odd * y, odd * x - even * y
+
+
+@triton.jit
+def _turned(at_start, at_quarter, start, frequencies, kv_head, PAIRS: tl.constexpr):
+    """The factors of cosines, then of sines, of positions counted from `start`."""
+    wave = tl.arange(0, 2 * PAIRS)
+    angle = start.to(tl.float64) * tl.load(frequencies + kv_head * PAIRS + wave % PAIRS)
+    cos, sin = tl.cos(angle).to(tl.float32)[None, :], tl.sin(angle).to(tl.float32)[None, :]
+    of_cosines, of_sines = at_start * cos + at_quarter * sin, at_quarter * cos - at_start * sin
+    return tl.where((wave < PAIRS)[None, :], of_cosines, of_sines)
 
 
 @triton.jit
@@ -76,7 +106,8 @@ def _places(index, seen, kv_head, table, base, path, KV_HEADS: tl.constexpr, BLO
 
 @triton.jit
 def attend_split(
-        query, more_query, own_index, slope, split, first_key, end, kv_head, table, base, path,
+        query, more_query, own_index, slope, at_start, at_quarter, frequencies, waves,
+    split, first_key, end, kv_head, table, base, path,
     keys, key_scales, values, value_scales,
     scale, softcap,
         KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -85,7 +116,7 @@ def attend_split(
     IS_LATENT: tl.constexpr, MASKS_LATENT: tl.constexpr,
         HAS_SOFTCAP: tl.constexpr, HAS_SLOPES: tl.constexpr, WINDOW: tl.constexpr,
     SINK_TOKENS: tl.constexpr, SPLIT: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Sum values and weights (16 equal columns) over the keys of a split, with the maximum score
     per row.
@@ -100,6 +131,9 @@ def attend_split(
     acc = tl.zeros((ROWS, VALUE_COLS), tl.float32)
     weight = tl.zeros((ROWS, 16), tl.float32)
     most = tl.full((ROWS,), float("-inf"), tl.float32)
+    if PAIRS:
+        factors_here = _turned(at_start, at_quarter, split * SPLIT, frequencies, kv_head, PAIRS)
+        wave_rows = waves + (kv_head * 2 * PAIRS + tl.arange(0, 2 * PAIRS))[:, None] * SPLIT
     for i in range(0, count_of(first_tile, last_tile, sink_tiles, first_key // KEYS)):
         index = nth(i, first_tile, sink_tiles, first_key // KEYS) * KEYS + tl.arange(0, KEYS)
         seen = (index < end) & (
@@ -113,6 +147,9 @@ def attend_split(
                 keys, key_scales, at, seen, KEY_COLS + tl.arange(0, MORE_KEY_COLS), KEY_DIM, FORMAT
             )
             products = tl.dot(more_query, tl.trans(more_key), products, input_precision="ieee")
+        if PAIRS:
+            wave = tl.load(wave_rows + (index - split * SPLIT)[None, :])
+            products = tl.dot(factors_here, wave, products, input_precision="ieee")
         distance = own_index[:, None] - index[None, :]
         visible = seen[None, :] & (distance >= 0)
         if WINDOW:
