@@ -172,7 +172,7 @@ class PromptReader:
             )
         conversation = normalise_messages(messages, places)
         values = {
-            "tools": _plain_list(tools, "tools"),
+            "tools": _with_parameters(_plain_list(tools, "tools")),
             "documents": _plain_list(documents, "documents"),
             "chat_template_kwargs": chat_template_kwargs,
         }
@@ -304,6 +304,23 @@ def _plain_list(value: Any, field: str) -> Any:
     """Convert a list of objects; the renderer refuses other values."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
     return plain(value, field) if is_list else value
+
+
+def _with_parameters(tools: Any) -> Any:
+    """Give functions without parameters an empty schema, as transformers' `get_json_schema`.
+
+    Templates read `parameters.properties`, and OpenAI's API says that parameters may be missing.
+    """
+    if not isinstance(tools, list):
+        return tools
+    return [
+        tool | {"function": function | {"parameters": {"type": "object", "properties": {}}}}
+        if isinstance(tool, dict)
+        and isinstance(function := tool.get("function"), dict)
+        and not function.get("parameters")
+        else tool
+        for tool in tools
+    ]
 
 
 def is_conversation(messages: object) -> TypeGuard[Sequence[Message]]:

@@ -336,6 +336,15 @@ def text_of(reader: PromptReader, **options: Any) -> str | None:
     return reader.read_chat([user("aa")], **options).text
 
 
+@pytest.mark.parametrize("function", [{}, {"parameters": None}, {"parameters": {}}])
+def test_functions_without_parameters(function: dict[str, Any]) -> None:
+    template = "{% for t in tools %}{{ t.function.parameters.properties | tojson }}{% endfor %}"
+    reader = PromptReader("m", tiny_tokenizer(), template, RENDERER, 64)
+    tools = [{"type": "function", "function": {"name": "now", **function}}]
+    assert text_of(reader, tools=tools) == "{}"
+    assert tools == [{"type": "function", "function": {"name": "now", **function}}]
+
+
 def test_only_named_templates() -> None:
     reader = PromptReader("m", tiny_tokenizer(), None, RENDERER, 64, None, {"rag": "R"})
     with pytest.raises(RequestError, match=r"^chat_template is missing; m has rag$"):

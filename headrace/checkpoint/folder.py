@@ -8,8 +8,8 @@ from headrace.checkpoint.architecture import layout_of
 from headrace.checkpoint.files import find, list_names, member, read_file, read_json
 from headrace.checkpoint.head import settle_head
 from headrace.checkpoint.names import modules, renamed, text_names
-from headrace.checkpoint.quantisation import method_of, modelopt
-from headrace.checkpoint.quantisation.mlx import mlx_config
+from headrace.checkpoint.quantisation import method_of
+from headrace.checkpoint.quantisation.stated import stated_quantisation
 from headrace.checkpoint.safetensors import read_folder
 from headrace.checkpoint.text_part import TextPart, text_part
 from headrace.errors import FormatError
@@ -20,7 +20,6 @@ from headrace.model.spec import ModelSpec
 from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
 
-_QUANTISATION = "quantization_config"
 _MAX_TEMPLATE_BYTES = 1 << 20
 _MORE_TEMPLATES = "additional_chat_templates"
 
@@ -37,7 +36,7 @@ class Folder:
 
     def read(self) -> "FolderTensors":
         """Raises as `read_folder`, and FormatError for a double tensor."""
-        stored, quantisation = read_folder(self.path), _quantisation(self.config, self.path)
+        stored, quantisation = read_folder(self.path), stated_quantisation(self.config, self.path)
         names = text_names(stored, self.layout)
         own = dict(names.own)
         if self.text_part is None:
@@ -86,7 +85,7 @@ def open_folder(path: Path) -> Folder:
         config.where,
         lambda: _usual_names(path, is_multimodal="text_config" in values),
     )
-    if (quantisation := _quantisation(config, path)) is not None:
+    if (quantisation := stated_quantisation(config, path)) is not None:
         method_of(quantisation)
     spec = layout.spec(config.named(layout.fields))
     return Folder(path=path, config=config, layout=layout, spec=spec, text_part=part)
@@ -98,14 +97,6 @@ def _usual_names(path: Path, *, is_multimodal: bool) -> list[str]:
     assert usual
     names = text_names(read_folder(path), usual)
     return [*names.own.values(), *(() if is_multimodal else names.others)]
-
-
-def _quantisation(config: JsonFields, path: Path) -> Any:
-    """The quantisation with its method, from the files of any maker."""
-    found = mlx_config(config) or config.get(_QUANTISATION)
-    if found is None and find(path, modelopt.FILE):
-        return modelopt.modelopt_config(read_json(member(path, modelopt.FILE)))
-    return found
 
 
 def chat_template(folder: Path, name: str = "default") -> str | None:

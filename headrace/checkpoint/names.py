@@ -6,7 +6,7 @@ prefixes of a multimodal model around it. transformers adds and strips them, too
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from headrace.errors import FormatError
@@ -25,6 +25,11 @@ _PLACES = (
 """Prefixes of the text model in published folders."""
 _HEAD_PLACES = ("", "language_model.", "model.", "model.language_model.")
 
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""Parts of names that torch.compile, FSDP and activation checkpointing leave in saved models."""
+_OUTER_WRAPPERS = ("module.", "base_model.model.")
+"""The same at the beginning of names: DDP and PEFT."""
+
 _Value = TypeVar("_Value")
 
 
@@ -39,7 +44,15 @@ class TextNames(NamedTuple):
 
 def text_names(names: Iterable[str], layout: Layout) -> TextNames:
     """Rename the text model to the layout's names. Raises FormatError for a double tensor."""
-    names = sorted(names)
+    files_names = {name: _unwrapped(name) for name in sorted(names)}
+    found = _text_names(sorted(files_names.values()), layout)
+    outside = set(found.others)
+    own = {name: found.own[bare] for name, bare in files_names.items() if bare not in outside}
+    _check_unique(own)
+    return TextNames(own, tuple(name for name, bare in files_names.items() if bare in outside))
+
+
+def _text_names(names: Sequence[str], layout: Layout) -> TextNames:
     base, layers, firsts = _body(layout)
     if not base:
         return TextNames({name: name for name in names}, ())
@@ -60,8 +73,15 @@ def text_names(names: Iterable[str], layout: Layout) -> TextNames:
             own[name] = name  # a part of the text model that the layout does not have
         else:
             others.append(name)
-    _check_unique(own)
     return TextNames(own, tuple(others))
+
+
+def _unwrapped(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    while outer := next((place for place in _OUTER_WRAPPERS if name.startswith(place)), None):
+        name = name.removeprefix(outer)
+    return name
 
 
 def renamed(tensors: Mapping[str, _Value], names: Mapping[str, str]) -> dict[str, _Value]:

@@ -58,7 +58,10 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
             )
         stored = _DTYPES[dtype]
         if 0 in shape:
-            raise FormatError(f"{path.name}: tensor {name} of {dtype} {list(shape)} is empty")
+            raise FormatError(
+                f"{path.name}: tensor {name} of {dtype} {list(shape)} is empty; if DeepSpeed "
+                "ZeRO-3 trained the model, convert its checkpoint with zero_to_fp32.py"
+            )
         if start != end or stop - start != math.prod(shape) * stored.nbytes:
             raise FormatError(
                 f"{path.name}: tensor {name} of {dtype} {list(shape)} is at bytes {start:,} to "

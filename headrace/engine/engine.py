@@ -457,8 +457,11 @@ class Engine:
         for name, ids in token_fields.items():
             highest = max(ids, default=0)
             if highest >= vocab_size:
+                # Fine-tuning may add a token to the tokenizer alone.
+                hint = "; the model has no embedding for it" if ids is known else ""
                 raise RequestError(
-                    f"{name} has token {highest:,}, but the vocabulary ends at {vocab_size - 1:,}"
+                    f"{name} has token {highest:,}, but the vocabulary ends at "
+                    f"{vocab_size - 1:,}{hint}"
                 )
         self._check_size(len(known), params, pooling)
         return known

@@ -218,7 +218,9 @@ def rope_spec(
         ),
     )
     if share != 1 and partial is None:
-        raise values.unsupported("partial_rotary_factor")
+        raise UnsupportedModelError(
+            f"{config.where}: partial_rotary_factor = {share:g} is not supported for this family"
+        )
     dim = int(head_dim * share) if share != 1 else head_dim
     theta = values.number(
         "rope_theta", stored.number("rope_theta", config.number("rope_theta", theta))

@@ -267,7 +267,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["RwkvForCausalLM"]}, "RwkvForCausalLM.*LlamaForCausalLM"),
     ({"architectures": None, "model_type": "rwkv"}, "rwkv"),
     ({"hidden_act": "gelu"}, "hidden_act"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0\.5 is not supported"),
     (
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
         "partial_rotary_factor",

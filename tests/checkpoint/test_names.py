@@ -96,6 +96,30 @@ def test_each_family_without_its_prefix(family: str) -> None:
     assert text_names(wrapped, layout).own == wrapped
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        "module.{}",
+        "_orig_mod.{}",
+        "module._orig_mod.{}",
+        "base_model.model.{}",
+        "_fsdp_wrapped_module.{}",
+    ],
+)
+def test_names_of_training_wrappers(wrap: str, tmp_path: Path) -> None:
+    stored = {
+        wrap.format(name).replace(".mlp.", "._checkpoint_wrapped_module.mlp."): values
+        for name, values in arrays(head=True).items()
+    }
+    want = opened(tmp_path / "a", arrays(head=True), tie_word_embeddings=False)
+    got = opened(tmp_path / "b", stored, tie_word_embeddings=False)
+    assert got.tensors.keys() == want.tensors.keys() and got.left_out == ()
+    for name, tensor in want.tensors.items():
+        np.testing.assert_array_equal(got.tensors[name].dequantise(), tensor.dequantise())
+    with pytest.raises(FormatError, match=r"are both the model's lm_head\.weight"):
+        opened(tmp_path / "b", stored | {HEAD: stored[wrap.format(HEAD)]})
+
+
 def test_unknown_and_double_tensors(tmp_path: Path) -> None:
     extra = np.zeros(4, np.float16)
     for name in ("score.weight", "model.extra.weight", "model.visual.patch.weight"):

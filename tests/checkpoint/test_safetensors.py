@@ -150,6 +150,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "a gap": (build({"a": entry([3], 4, 16)}), "expected from 0"),
     "overlap": (build({"a": entry([3], 0, 12), "b": entry([2], 8, 16)}), "tensor b"),
+    "of ZeRO-3": (build({"a": entry([0], 0, 0)}), "is empty; if DeepSpeed ZeRO-3 trained"),
     "beyond the file": (build({"a": entry([5], 0, 20)}), "is truncated"),
     "bytes left over": (build({"a": entry([3], 0, 12)}), "the tensors end"),
 }

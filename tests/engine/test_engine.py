@@ -43,7 +43,11 @@ class TestRefusals:
                 "the prompt has 40 tokens, but max_model_len 40 allows 39",
             ),
             ([1] * 5000, {}, "the prompt has 5,000 tokens"),
-            ([VOCAB], {}, "prompt_token_ids has token 23, but the vocabulary ends at 22"),
+            (
+                [VOCAB],
+                {},
+                "prompt_token_ids has token 23, but the vocabulary ends at 22; the model has no",
+            ),
             ([-1], {}, "prompt_token_ids must be a whole number from 0"),
             ([2**31], {}, "prompt_token_ids"),
             ([1.0], {}, "prompt_token_ids"),

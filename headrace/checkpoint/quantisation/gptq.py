@@ -86,12 +86,16 @@ def _matrix(layer: str, config: Config, tensors: Tensors, where: str) -> StoredT
     )
     is_v2 = _V2 in (config.get("checkpoint_format"), config.get("format"))
     zeros = _zero_points(points, bits, is_less_1=not is_v2)
+    middle = 1 << bits - 1
+    if config.get("sym") is True and (zeros == middle + (-1 if is_v2 else 1)).all():
+        # Some tools name the other format. Zero points of symmetric codes are known.
+        zeros = np.full_like(zeros, middle)
     parts: dict[str, NDArray[Any]] = {
         "codes": words.T,
         "scales": np.ascontiguousarray(scales.T),
         "zeros": np.ascontiguousarray(zeros.T),
     }
-    is_symmetric = bool((zeros == 1 << bits - 1).all())
+    is_symmetric = bool((zeros == middle).all())
     if is_symmetric:
         del parts["zeros"]
     order = _column_order(tensors, f"{layer}g_idx", cols, group, where)
