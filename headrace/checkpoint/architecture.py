@@ -7,7 +7,34 @@ from headrace.errors import HeadraceError, UnsupportedModelError
 from headrace.model.family import Layout
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-_ENCODER = re.compile("bert|mpnet|electra|t5encoder", re.IGNORECASE)
+_OTHER_KINDS = (
+    (
+        "bert|mpnet|electra|t5encoder",
+        "is an encoder, as in folders of sentence-transformers, and Headrace runs decoders; for "
+        "embeddings use a decoder that was trained for them, such as Qwen3-Embedding",
+    ),
+    (
+        "^clip|siglip|^vit(for|model|$)|^dinov|^deit|whisper|wav2vec|hubert",
+        "reads images or sound, and Headrace reads text; choose a language model",
+    ),
+    (
+        "t5(for|model|$)|bart|marian|pegasus|m2m",
+        "has an encoder and a decoder, and Headrace runs decoders; choose a model with a decoder "
+        "alone, such as Qwen3",
+    ),
+    (
+        "mamba|rwkv|jamba|zamba|bamba|recurrent|hybrid|(qwen3|glm5)_?next|qwen3_?5|nemotron_?h"
+        "|falcon[-_]?h1|kimi_?linear|lfm[23]",
+        "has layers with a recurrent state or a convolution, which Headrace does not run; choose "
+        "a model whose layers all use attention, such as Qwen3",
+    ),
+    (
+        "for(sequence|token)classification|forquestionanswering|rewardmodel",
+        "gives scores of classes, not text, and Headrace has no such heads; choose the model with "
+        "a head of tokens (...ForCausalLM)",
+    ),
+)
+"""Patterns of names, in any case, of models that are no decoders of text, and advice."""
 _MAX_SHOWN = 4
 _HEADED = ("ForCausalLM", "LMHeadModel")
 _BASES = ("Model", "TextModel")
@@ -46,12 +73,9 @@ def _names(layout: Layout) -> set[str]:
 def _unknown(
     name: str, layouts: Sequence[Layout], where: str, tensor_names: Callable[[], Iterable[str]]
 ) -> UnsupportedModelError:
-    if _ENCODER.search(name):
-        return UnsupportedModelError(
-            f"{where}: architecture {name[:80]!r} is an encoder, as in folders of "
-            "sentence-transformers, and Headrace runs decoders; for embeddings use a decoder that "
-            "was trained for them, such as Qwen3-Embedding"
-        )
+    for pattern, advice in _OTHER_KINDS:
+        if re.search(pattern, name, re.IGNORECASE):
+            return UnsupportedModelError(f"{where}: architecture {name[:80]!r} {advice}")
     try:
         kinds = Counter(_NUMBER.sub("{}", tensor) for tensor in tensor_names())
     except HeadraceError:

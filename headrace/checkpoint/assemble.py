@@ -33,11 +33,22 @@ def assemble(
         tensors[name] = _model_tensor(name, shape, tensor, place, numbers, spec)
     for source in stored.keys() - needed.keys():
         is_ignored = source.endswith(layout.ignored) or layout.is_extra_layer(source, spec)
-        if not is_ignored:
+        if not is_ignored and not _is_zero_bias(source, stored, needed):
             raise UnsupportedModelError(
                 f"{where}: tensor {source} is not a tensor of a {spec.architecture} model"
             )
     return split_key_biases(spec, tensors)
+
+
+def _is_zero_bias(
+    name: str, stored: Mapping[str, StoredTensor], needed: Mapping[str, tuple[int, ...]]
+) -> bool:
+    """Whether a tensor adds zeros to a matrix of the model; AutoGPTQ wrote one for each layer."""
+    layer, _, part = name.rpartition(".")
+    if part != "bias" or f"{layer}.weight" not in needed:
+        return False
+    bias = stored[name]
+    return bias.format.name not in RAW_FORMATS and not bias.dequantise().any()
 
 
 def stored_shapes(spec: ModelSpec, layout: Layout) -> dict[str, tuple[int, ...]]:

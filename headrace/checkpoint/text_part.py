@@ -109,6 +109,7 @@ TEXT_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 _SHARED = (
     "bos_token_id",
+    "compression_config",
     "dtype",
     "eos_token_id",
     "pad_token_id",

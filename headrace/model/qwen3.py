@@ -15,6 +15,8 @@ def config_spec(config: Fields, architecture: str = "qwen3", *computed: str) -> 
     windows = from_config.sliding_windows(
         config, window, config.integer("max_window_layers", 28), by_layer=True
     )
+    # Some files name the norms that every Qwen3 has.
+    config.require_neutral({"use_qk_norm": (True,)})
     bias = config.flag("attention_bias", False)
     spec = from_config.decoder_spec(
         config,
@@ -23,7 +25,7 @@ def config_spec(config: Fields, architecture: str = "qwen3", *computed: str) -> 
         kv_heads=32,
         head_dim=128,
         windows=windows,
-        computed=("attention_bias", *computed),
+        computed=("attention_bias", "use_qk_norm", *computed),
     )
     return replace(spec, qkv_bias=bias, output_bias=bias, qk_norm="head")
 

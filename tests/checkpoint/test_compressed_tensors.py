@@ -205,7 +205,6 @@ class TestConfigs:
             ({"format": "marlin-24"}, "format = marlin-24"),
             ({"sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config"),
             ({"format": None}, "format = None"),
-            ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
             ({"transform_config": {"config_groups": {}}}, "transform_config"),
             ({"config_groups": {}}, "config_groups"),
             ({"config_groups": [GROUP]}, "config_groups"),

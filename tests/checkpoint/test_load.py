@@ -264,8 +264,8 @@ def spec_of(folder: Path, change: dict[str, Any]) -> ModelSpec:
 
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_key_value_heads": 4}
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["RwkvForCausalLM"]}, "RwkvForCausalLM.*LlamaForCausalLM"),
-    ({"architectures": None, "model_type": "rwkv"}, "rwkv"),
+    ({"architectures": ["OPTForCausalLM"]}, "OPTForCausalLM.*LlamaForCausalLM"),
+    ({"architectures": None, "model_type": "opt"}, "opt"),
     ({"hidden_act": "gelu"}, "hidden_act"),
     ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0\.5 is not supported"),
     (
@@ -566,8 +566,8 @@ class TestGguf:
         ("change", "message"),
         [
             (
-                {"general.architecture": "rwkv"},
-                "unknown architecture 'rwkv'; the nearest known architecture, .* has all",
+                {"general.architecture": "gemma"},
+                "unknown architecture 'gemma'; the nearest known architecture, .* has all",
             ),
             *(
                 ({"general.architecture": name}, f"'{name}' is an encoder.*use a decoder")

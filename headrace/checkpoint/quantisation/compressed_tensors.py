@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.checkpoint.quantisation.method import Config, Tensors, refusal
+from headrace.checkpoint.quantisation.method import KV_SCALES, Config, Tensors, refusal
 from headrace.checkpoint.quantisation.tables import (
     Codes,
     Scales,
@@ -57,9 +57,7 @@ _FORMATS = (
 )
 _TOP: dict[str, tuple[Any, ...]] = {
     "format": _FORMATS,
-    "kv_cache_scheme": (None,),
     "transform_config": (None, {}),
-    "sparsity_config": (None, {}),
 }
 _BITS: dict[str, tuple[int, ...]] = {"int": tuple(range(1, 9)), "float": (4, 8)}
 _WEIGHTS: dict[str, tuple[Any, ...]] = {
@@ -97,6 +95,9 @@ class CompressedTensors:
     def assemble(self, config: Config, tensors: Tensors, where: str) -> dict[str, StoredTensor]:
         kinds = {"I8": _int8, "F8_E4M3": _float8, "F8_E5M2": _float8}
         result, block = dict(tensors), _block(config)
+        for name in tensors:
+            if name.endswith(KV_SCALES):
+                del result[name]
         for name, tensor in tensors.items():
             weight = name.removesuffix(_PACKED)
             if name.endswith(".weight" + _PACKED):
@@ -300,6 +301,10 @@ def _unknown(config: Config) -> Iterator[tuple[str, Any]]:
     yield from (
         (key, config.get(key)) for key, known in _TOP.items() if config.get(key) not in known
     )
+    sparsity = config.get("sparsity_config")
+    is_dense = isinstance(sparsity, dict) and sparsity.get("format") == "dense"
+    if sparsity and not is_dense:
+        yield "sparsity_config", sparsity
     groups = config.get("config_groups")
     if (
         not isinstance(groups, dict)

@@ -7,7 +7,7 @@ float times scale.
 
 from typing import Any
 
-from headrace.checkpoint.quantisation.method import Config, Tensors, refusal
+from headrace.checkpoint.quantisation.method import KV_SCALES, Config, Tensors, refusal
 from headrace.checkpoint.quantisation.tables import float8_matrix, scales_of
 from headrace.errors import FormatError
 from headrace.quant.formats import StoredTensor
@@ -42,7 +42,7 @@ class Fp8:
 
     def assemble(self, config: Config, tensors: Tensors, where: str) -> dict[str, StoredTensor]:
         block = tuple(config["weight_block_size"]) if config.get("weight_block_size") else None
-        result = dict(tensors)
+        result = {name: t for name, t in tensors.items() if not name.endswith(KV_SCALES)}
         for name, tensor in tensors.items():
             if tensor.format.name not in _FLOATS:
                 continue

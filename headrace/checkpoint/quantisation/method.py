@@ -10,6 +10,9 @@ from headrace.quant.formats import StoredTensor
 Config = Mapping[str, Any]
 Tensors = Mapping[str, StoredTensor]
 
+KV_SCALES = (".k_scale", ".v_scale", ".kv_scale")
+"""Ends of names of scales of an 8-bit KV cache, which is coarser than ours; nothing reads them."""
+
 
 class Method(Protocol):
     """A quantisation method of checkpoints. Its matrices have a format of `FORMATS`, or one

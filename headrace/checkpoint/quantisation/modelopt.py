@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.checkpoint.quantisation.method import Config, Tensors, refusal
+from headrace.checkpoint.quantisation.method import KV_SCALES, Config, Tensors, refusal
 from headrace.checkpoint.quantisation.tables import (
     Codes,
     Scales,
@@ -42,7 +42,7 @@ _ALGORITHMS = (
     "MXFP8",
     "MIXED_PRECISION",
 )
-_UNREAD = (".input_scale", ".k_scale", ".v_scale")
+_UNREAD = (".input_scale", *KV_SCALES)
 _INPUT_FACTORS = ".pre_quant_scale"
 _BLOCK = (128, 128)
 

@@ -15,7 +15,8 @@ from headrace.checkpoint.quantisation.method import refusal
 from headrace.checkpoint.quantisation.mlx import mlx_config
 from headrace.checkpoint.safetensors import read_folder
 
-_FIELD = "quantization_config"
+_FIELD, _OLD_FIELD = "quantization_config", "compression_config"
+"""compressed-tensors wrote the second before transformers read its folders."""
 _GPTQ_FILE, _AWQ_FILE = "quantize_config.json", "quant_config.json"
 _AWQ_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
 _AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
@@ -35,7 +36,7 @@ def stated_quantisation(config: Mapping[str, Any], path: Path) -> Any:
 
     Raises UnsupportedModelError for an unknown packing of AutoRound.
     """
-    found = mlx_config(config) or config.get(_FIELD)
+    found = mlx_config(config) or config.get(_FIELD) or config.get(_OLD_FIELD)
     if isinstance(found, dict) and found.get("quant_method") in _AUTO_ROUND:
         return _auto_round(found)
     if found is None and find(path, modelopt.FILE):

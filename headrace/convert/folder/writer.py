@@ -163,7 +163,7 @@ def copy_model_files(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
     config = {
         key: value
         for key, value in opened.config.items()
-        if key not in ("quantization_config", "quantization")
+        if key not in ("quantization_config", "compression_config", "quantization")
     }
     is_tied = spec.tied_embeddings and spec.has_head
     if is_tied != opened.spec.tied_embeddings:
