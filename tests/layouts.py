@@ -13,7 +13,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from tests.checkpoint.conftest import byte_alphabet
+from tests.checkpoint.conftest import SHAPE, byte_alphabet, sentencepiece_parts, write_tiny_gguf
 
 DATA = Path(__file__).parent / "data" / "layouts"
 VOCAB = 320
@@ -87,8 +87,8 @@ def write_quantised(folder: Path, layout: Mapping[str, Any]) -> None:
             rows, cols = tensor.shape
             parts = QUANTISED[layout["method"]](rows, cols)
             tensors |= {layer + part: value for part, value in parts.items()}
-            if layout.get("biases"):
-                tensors[f"{layer}bias"] = filled(0.0, (rows,))
+            if "biases" in layout:
+                tensors[f"{layer}bias"] = filled(layout["biases"], (rows,))
         else:
             tensors[name] = tensor
     _write_tensors(folder / "model.safetensors", tensors)
@@ -181,6 +181,47 @@ def write_stub(folder: Path, layout: Mapping[str, Any]) -> None:
     _write_json(folder / "config.json", layout["config"])
     names = layout.get("tensors", [])
     _write_tensors(folder / "model.safetensors", {name: filled(1.0, (2,)) for name in names})
+
+
+def write_gguf_layout(path: Path, layout: Mapping[str, Any]) -> Path:
+    """Write a GGUF file of a layout, with two layers."""
+    architecture, values = layout["architecture"], _gguf_vocabulary(layout)
+    tokens = values["tokenizer.ggml.tokens"]
+    values |= {
+        f"tokenizer.ggml.{name}_token_id": tokens.index(token)
+        for name, token in layout["tokens"].items()
+    }
+    values |= {f"tokenizer.ggml.{name}": flag for name, flag in layout.get("flags", {}).items()}
+    values |= {f"{architecture}.{name}": value for name, value in layout["keys"].items()}
+
+    sizes = {"h": SHAPE["dim"], "f": SHAPE["ffn"], "d": SHAPE["head_dim"], "heads": SHAPE["heads"]}
+    sizes |= {"q": SHAPE["dim"], "k": SHAPE["kv_heads"] * SHAPE["head_dim"], "n": len(tokens)}
+    patterns = {"token_embd.weight": "n h", **layout["tensors"]}
+    weights: dict[str, NDArray[np.float32] | None] = {}
+    for name, pattern in patterns.items():
+        for own in {name, name.replace("blk.0.", "blk.1.")}:
+            raw = _tensor(pattern, sizes, seed=1009 * len(weights))
+            weights[own] = np.frombuffer(raw.data, np.float16).astype(np.float32)
+            weights[own] = weights[own].reshape(raw.shape) if pattern else None
+    return write_tiny_gguf(path, values, weights, architecture)
+
+
+def _gguf_vocabulary(layout: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of a byte-level vocabulary if the layout names a rule, else of SentencePiece."""
+    control = layout.get("control", [])
+    no_ids = {f"tokenizer.ggml.{name}_token_id": None for name in ("bos", "eos")}
+    if "pre" in layout:
+        values = {
+            "tokens": [*byte_alphabet(), "hi", *control],
+            "token_type": [1] * 257 + [3] * len(control),
+            "merges": ["h i"],
+            "pre": layout["pre"],
+        }
+        return {f"tokenizer.ggml.{name}": value for name, value in values.items()} | no_ids
+    made: dict[str, Any] = sentencepiece_parts()["change"]
+    for name, more in (("tokens", control), ("scores", [0.0]), ("token_type", [3])):
+        made[f"tokenizer.ggml.{name}"] += more * (1 if name == "tokens" else len(control))
+    return made | no_ids
 
 
 def _sized(config: Mapping[str, Any]) -> dict[str, Any]:

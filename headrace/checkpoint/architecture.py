@@ -25,8 +25,8 @@ _OTHER_KINDS = (
     (
         "mamba|rwkv|jamba|zamba|bamba|recurrent|hybrid|(qwen3|glm5)_?next|qwen3_?5|nemotron_?h"
         "|falcon[-_]?h1|kimi_?linear|lfm[23]",
-        "has layers with a recurrent state or a convolution, which Headrace does not run; choose "
-        "a model whose layers all use attention, such as Qwen3",
+        "is of a family with layers that have a recurrent state or a convolution, which Headrace "
+        "does not run; choose a model of a family with attention in all layers, such as Qwen3",
     ),
     (
         "for(sequence|token)classification|forquestionanswering|rewardmodel",

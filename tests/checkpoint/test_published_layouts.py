@@ -21,7 +21,8 @@ from headrace.errors import HeadraceError
 from headrace.model import trace_model
 from headrace.prompts import PromptReader
 from tests.backend.batches import Sequence, batch_of
-from tests.layouts import read, write_layout, write_quantised, write_stub
+from tests.checkpoint.conftest import write_tiny_gguf
+from tests.layouts import read, write_gguf_layout, write_layout, write_quantised, write_stub
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -106,8 +107,32 @@ def test_a_quantised_folder_loads(layout: dict[str, Any], tmp_path: Path) -> Non
     run_one_token(checkpoint)
 
 
+def test_biases_that_are_not_zero_are_refused(tmp_path: Path) -> None:
+    write_quantised(tmp_path, read("quantised")["layout"][0] | {"biases": 1.0})
+    with pytest.raises(HeadraceError, match=r"_proj\.bias is not a tensor of a llama model"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("layout", named(read("refused")["layout"]))
 def test_a_folder_is_refused_with_advice(layout: dict[str, Any], tmp_path: Path) -> None:
     write_stub(tmp_path, layout)
     with pytest.raises(HeadraceError, match=layout["error"]):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("layout", named(read("gguf")["layout"]))
+def test_a_gguf_file_loads(layout: dict[str, Any], tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_gguf_layout(tmp_path / "a.gguf", layout))
+    run_one_token(checkpoint)
+    tokenizer = checkpoint.load_tokenizer()
+    ends = {tokenizer.token_bytes(token).decode() for token in tokenizer.eos_ids}
+    assert ends == set(layout["ends"])
+    begins = [tokenizer.token_bytes(token).decode() for token in tokenizer.prefix_ids]
+    assert begins == layout["begins"]
+
+
+@pytest.mark.parametrize("layout", named(read("gguf")["refused"]))
+def test_a_gguf_file_is_refused_with_advice(layout: dict[str, Any], tmp_path: Path) -> None:
+    path = write_tiny_gguf(tmp_path / "a.gguf", architecture=layout["architecture"])
+    with pytest.raises(HeadraceError, match=layout["error"]):
+        open_checkpoint(path)
