@@ -24,6 +24,7 @@ from headrace.checkpoint.adapter_parts import (
     tensors_file,
     vector_of,
 )
+from headrace.checkpoint.adapter_patterns import compiled, matches
 from headrace.checkpoint.safetensors import read_safetensors
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.model.fields import JsonFields
@@ -241,12 +242,18 @@ def _scale(config: JsonFields, module: str, rank: int) -> float:
     alpha, patterns = config.number("lora_alpha", 8.0), config.section("alpha_pattern")
     for pattern in patterns:
         name = pattern.removeprefix("^").removesuffix("$").replace(r"\.", ".")
-        if re.search(r"[^\w.-]", name):
+        if not re.search(r"[^\w.-]", name):
+            is_of_module = _matches(plain_name(name), module)
+        elif (expression := compiled(pattern)) is not None:
+            at_start = pattern.startswith("^")
+            names = (f"model.{module}", module)
+            is_of_module = any(matches(expression, name, at_start=at_start) for name in names)
+        else:
             raise UnsupportedModelError(
-                f"{CONFIG}: alpha_pattern {pattern[:80]!r} is a regular expression; "
-                "list the modules by name"
+                f"{CONFIG}: alpha_pattern {pattern[:80]!r} is a regular expression with other "
+                "elements than names, ., *, +, \\d, \\w and (a|b); list the modules by name"
             )
-        if _matches(plain_name(name), module):
+        if is_of_module:
             alpha = patterns.number(pattern)
             break
     return alpha / (rank**0.5 if config.flag("use_rslora", False) else rank)

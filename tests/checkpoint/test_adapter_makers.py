@@ -129,7 +129,13 @@ def test_prefixes_of_other_makers(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "patterns",
-    [{"q_proj": 2}, {"^model.layers.1.self_attn.q_proj$": 2}, {r"layers\.1\.self_attn\.q_proj": 2}],
+    [
+        {"q_proj": 2},
+        {"^model.layers.1.self_attn.q_proj$": 2},
+        {r"layers\.1\.self_attn\.q_proj": 2},
+        {r".*\.layers\.1\..*(q_proj|k_proj)$": 2},
+        {r"^model\.layers\.\d+\.self_attn\.(?:q|k)_proj": 2},
+    ],
 )
 def test_alpha_patterns(patterns: dict[str, float], tmp_path: Path) -> None:
     adapter = read_adapter(peft_folder(tmp_path, lora(), alpha_pattern=patterns), SPEC)
