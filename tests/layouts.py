@@ -72,18 +72,27 @@ def write_layout(folder: Path, layout: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_quantised(folder: Path, layout: Mapping[str, Any]) -> None:
-    """Write a Llama folder whose linear layers are stored by a method."""
-    config = SIZES | read("loaded")["layout"][0]["config"] | layout.get("config", {})
-    config |= {"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 4}
+    """Write a folder whose linear layers are stored by a method; Llama 2 if it names no base."""
+    layouts = read("loaded")["layout"]
+    base = next((one for one in layouts if layout.get("base") in one["repositories"]), layouts[0])
+    config = SIZES | base["config"] | layout.get("config", {})
+    config |= dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 128)
+    config["num_key_value_heads"] = 4
     _write_json(folder / "config.json", config)
     for name, content in layout.get("files", {}).items():
         _write_json(folder / name, content)
 
-    plain = _shaped(_patterns(["llama", "head"]) | layout.get("more", {}), _sizes(config, {}))
+    names = [part for part in base["tensors"] if part != "inv_freq"]
+    sizes = _sizes(config, base.get("sizes", {}) | {"m": 128})
+    plain = _shaped(_patterns(names) | layout.get("more", {}), sizes)
     tensors = {}
     for name, tensor in plain.items():
         layer = name.removesuffix("weight")
-        if "_proj.weight" in name or ("embed" in name and layout["method"] == "mlx"):
+        if (
+            "_proj.weight" in name
+            or "_proj_with_mqa.weight" in name
+            or ("embed" in name and layout["method"] == "mlx")
+        ):
             rows, cols = tensor.shape
             parts = QUANTISED[layout["method"]](rows, cols)
             tensors |= {layer + part: value for part, value in parts.items()}
@@ -112,12 +121,16 @@ def _eights(rows: int, cols: int, **scales: Raw) -> dict[str, Raw]:
 def _nf4(rows: int, cols: int) -> dict[str, Raw]:
     from headrace.quant.spec import CODEBOOKS
 
-    state = {"blocksize": 64, "dtype": "bfloat16", "quant_type": "nf4", "shape": [rows, cols]}
+    state: dict[str, Any] = {"blocksize": 64, "quant_type": "nf4", "shape": [rows, cols]}
+    state |= {"dtype": "bfloat16", "nested_blocksize": 256, "nested_offset": 0.1}
+    state |= {"nested_dtype": "float32"}
     text = json.dumps(state).encode()
     values = np.asarray(CODEBOOKS["nf4"], np.float32)
     return {
         "weight": _codes("U8", (rows * cols // 2, 1)),
-        "weight.absmax": filled(0.1, (rows * cols // 64,), "F32"),
+        "weight.absmax": _codes("U8", (rows * cols // 64,)),
+        "weight.nested_absmax": filled(0.01, (-(-rows * cols // (64 * 256)),), "F32"),
+        "weight.nested_quant_map": filled(0.5, (256,), "F32"),
         "weight.quant_map": Raw("F32", (16,), values.tobytes()),
         "weight.quant_state.bitsandbytes__nf4": Raw("U8", (len(text),), text),
     }
@@ -136,13 +149,19 @@ QUANTISED: dict[str, Any] = {
         "scales": filled(0.01, (cols // 128, rows)),
     },
     "fp8_blocks": lambda rows, cols: _eights(
-        rows, cols, weight_scale_inv=filled(0.01, (rows // 128, cols // 128), "F32")
+        rows, cols, weight_scale_inv=filled(0.01, (-(-rows // 128), -(-cols // 128)), "F32")
     ),
     "fp8_tensor": lambda rows, cols: _eights(
         rows,
         cols,
         weight_scale=filled(0.01, (), "F32"),
         input_scale=filled(0.5, (), "F32"),
+    ),
+    "fp8_ministral": lambda rows, cols: _eights(
+        rows,
+        cols,
+        weight_scale_inv=filled(0.01, ()),
+        activation_scale=filled(0.5, ()),
     ),
     "fp8_rows": lambda rows, cols: _eights(rows, cols, weight_scale=filled(0.01, (rows, 1))),
     "packed_int4": lambda rows, cols: {
