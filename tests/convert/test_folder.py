@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,10 @@ def test_nested_scales(llama: Path, name: str, tmp_path: Path) -> None:
 
 
 def test_other_files_are_copied(llama: Path, tmp_path: Path) -> None:
-    written(llama, "int4-g32", tmp_path / "out")
+    source = shutil.copytree(llama, tmp_path / "source")
+    for name in ("quantize_config.json", "quant_config.json", "hf_quant_config.json"):
+        (source / name).write_text("{}")  # of a quantisation that the new folder does not have
+    written(source, "int4-g32", tmp_path / "out")
     there = {path.name for path in (tmp_path / "out").iterdir()}
     assert there == {
         "config.json",

@@ -18,6 +18,8 @@ from headrace.checkpoint.safetensors import read_folder
 _FIELD, _OLD_FIELD = "quantization_config", "compression_config"
 """compressed-tensors wrote the second before transformers read its folders."""
 _GPTQ_FILE, _AWQ_FILE = "quantize_config.json", "quant_config.json"
+STATING_FILES = (_GPTQ_FILE, _AWQ_FILE, modelopt.FILE)
+"""Files that state the quantisation next to `config.json`."""
 _AWQ_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
 _AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
 _PACKINGS: dict[str, dict[str, Any]] = {

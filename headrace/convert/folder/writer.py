@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from headrace.checkpoint.files import list_names, member
 from headrace.checkpoint.folder import open_folder
 from headrace.checkpoint.load import Checkpoint
+from headrace.checkpoint.quantisation.stated import STATING_FILES
 from headrace.convert.destination import atomic_output, check_disk_space
 from headrace.convert.file_tensors import FileTensor
 from headrace.convert.folder.bitsandbytes import BitsAndBytes, LlmInt8
@@ -156,7 +157,8 @@ def copy_model_files(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
         if name == "additional_chat_templates" and path.is_dir():
             shutil.copytree(path, folder / name)
             continue
-        is_copied = name != _CONFIG and not name.endswith(_WEIGHTS) and not name.startswith(".")
+        is_rewritten = name == _CONFIG or name in STATING_FILES or name.endswith(_WEIGHTS)
+        is_copied = not is_rewritten and not name.startswith(".")
         if is_copied and path.is_file():
             shutil.copyfile(member(source, name), folder / name)
     opened, spec = open_folder(source), checkpoint.spec
