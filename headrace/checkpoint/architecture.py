@@ -1,6 +1,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import TypeVar
 
 from headrace.errors import HeadraceError, UnsupportedModelError
@@ -36,6 +37,8 @@ _OTHER_KINDS = (
 )
 """Patterns of names, in any case, of models that are no decoders of text, and advice."""
 _MAX_SHOWN = 4
+_MIN_SAME = 4
+"""Letters at the beginning of two names that show a common origin."""
 _HEADED = ("ForCausalLM", "LMHeadModel")
 _BASES = ("Model", "TextModel")
 
@@ -86,10 +89,14 @@ def _unknown(
     if not kinds:
         return UnsupportedModelError(f"{error}; known: {known}")
 
-    def num_known_tensors(layout: Layout) -> int:
-        return sum(n for kind, n in kinds.items() if kind in _places(layout))
+    def nearness(layout: Layout) -> tuple[int, int]:
+        """The number of known tensors, then the length of the same beginning of names."""
+        letters = zip(name.casefold(), layout.architectures[0].casefold(), strict=False)
+        num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], letters))
+        num_tensors = sum(n for kind, n in kinds.items() if kind in _places(layout))
+        return num_tensors, num_same if num_same >= _MIN_SAME else 0
 
-    nearest = max(layouts, key=num_known_tensors)
+    nearest = max(layouts, key=nearness)
     unknown = [
         kind
         for kind in kinds
@@ -99,13 +106,14 @@ def _unknown(
         return UnsupportedModelError(
             f"{error}, whose tensor names match no known architecture; known: {known}"
         )
-    tensors = "has all of its tensors"
+    tensors = "has all of its tensors, but may compute other numbers"
     if unknown:
         more = f" and {len(unknown) - _MAX_SHOWN} more" if len(unknown) > _MAX_SHOWN else ""
         shown = ", ".join(kind[:80] for kind in sorted(unknown)[:_MAX_SHOWN])
         tensors = f"does not have {shown}{more}"
     return UnsupportedModelError(
-        f"{error}; the nearest known architecture, {nearest.architectures[0]}, {tensors}"
+        f"{error}; the nearest known architecture, {nearest.architectures[0]}, {tensors}; "
+        "choose a model of that architecture"
     )
 
 
