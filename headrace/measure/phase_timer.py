@@ -1,6 +1,7 @@
 """Times the steps of phases on a compiled model."""
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +10,7 @@ from headrace.backend import Executable, compile_program
 from headrace.batch import KvRows, RaggedBatch, StepTimes
 from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig, KvConfig
+from headrace.errors import HeadraceError
 from headrace.loader.drafts import target_program
 from headrace.loader.ranks import compile_ranks
 from headrace.measure.op_profile import Phase
@@ -25,6 +27,14 @@ def num_blocks(phase: Phase, block_size: int) -> int:
     return phase.seqs * -(-phase.length // block_size)
 
 
+def _prefix_ids(checkpoint: Checkpoint) -> Sequence[int]:
+    """Return the tokens that begin a prompt; a model without a tokenizer has none."""
+    try:
+        return checkpoint.load_tokenizer().prefix_ids
+    except HeadraceError:
+        return ()
+
+
 class PhaseTimer:
     """A compiled model with `blocks` written KV blocks in each group.
 
@@ -39,7 +49,7 @@ class PhaseTimer:
         self._num_groups = len(program.kv_groups)
         self._block_size = config.traits.kv_block_size
         self._vocab_size = checkpoint.spec.vocab_size
-        self._prefix = np.array(checkpoint.load_tokenizer().prefix_ids, np.int32)
+        self._prefix = np.array(_prefix_ids(checkpoint), np.int32)
         kv = KvConfig(
             num_blocks=(blocks,) * self._num_groups,
             block_size=self._block_size,

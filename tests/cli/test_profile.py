@@ -41,6 +41,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     checkpoint = Checkpoint(Path("tiny"), SPEC, TENSORS, None, Path("tiny"))
     monkeypatch.setattr("headrace.measure.profile.resolve", lambda model: Path(model))
+    monkeypatch.setattr("headrace.measure.profile.open_files", lambda model, config: checkpoint)
     monkeypatch.setattr("headrace.measure.profile.open_checkpoint", lambda path: checkpoint)
     machines = cycle((HERE, replace(HERE, bandwidth=18e9)))
     monkeypatch.setattr(
@@ -173,6 +174,7 @@ def mixture(monkeypatch: pytest.MonkeyPatch) -> None:
     made = tiny_model(5, dim=64, context=700, architecture="mixtral", experts=ExpertSpec(6, 2, 64))
     checkpoint = Checkpoint(Path("mixture"), *made, None, Path("mixture"))
     monkeypatch.setattr("headrace.measure.profile.resolve", lambda model: Path(model))
+    monkeypatch.setattr("headrace.measure.profile.open_files", lambda model, config: checkpoint)
     monkeypatch.setattr("headrace.measure.profile.open_checkpoint", lambda path: checkpoint)
     monkeypatch.setattr(
         "headrace.planner.hardware.measure",
