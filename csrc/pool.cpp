@@ -99,7 +99,7 @@ void Pool::stop() {
   }
   stop_ = true;
   job_number_.fetch_add(1, std::memory_order_release);
-  job_number_.notify_all();
+  wake_all(job_number_);
   for (auto& worker : workers_) worker.join();
 }
 
@@ -126,7 +126,7 @@ void Pool::work(int thread) {
     seen = job_number_.load(std::memory_order_acquire);
     if (stop_) return;
     error_->guard([&] { (*job_)(thread); });
-    if (running_.fetch_sub(1, std::memory_order_release) == 1) running_.notify_one();
+    if (running_.fetch_sub(1, std::memory_order_release) == 1) wake_all(running_);
   }
 }
 
@@ -156,7 +156,7 @@ void Pool::run(const std::function<void(int)>& job) {
   error_ = &error;
   running_.store(static_cast<uint32_t>(threads_ - 1), std::memory_order_relaxed);
   job_number_.fetch_add(1, std::memory_order_release);
-  job_number_.notify_all();
+  wake_all(job_number_);
   error.guard([&] { job(0); });
   for (uint32_t left; (left = running_.load(std::memory_order_acquire)) != 0;)
     wait_change(running_, left);

@@ -78,7 +78,7 @@ class Pool {
       between();
       arrived_.store(0, std::memory_order_relaxed);
       generation_.store(generation + 1, std::memory_order_release);
-      generation_.notify_all();
+      wake_all(generation_);
     } else {
       wait_change(generation_, generation);
     }
@@ -89,6 +89,17 @@ class Pool {
 
  private:
   void wait_change(const std::atomic<uint32_t>& value, uint32_t old) const;
+
+  // Wakes the threads that sleep until `value` changes, after a change.
+  //
+  // The library looks for sleepers with a load that may pass the change, which waits in
+  // the store buffer after stores that miss the caches. A thread that falls asleep
+  // meanwhile would see the old value and never wake.
+  static void wake_all(std::atomic<uint32_t>& value) {
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    value.notify_all();
+  }
+
   void work(int thread);
   void stop();
   bool is_forked() const;
