@@ -98,13 +98,12 @@ void Pool::stop() {
     return;
   }
   stop_ = true;
-  job_number_.fetch_add(1, std::memory_order_release);
-  wake_all(job_number_);
+  job_number_.fetch_add(1);
+  job_number_.notify_all();
   for (auto& worker : workers_) worker.join();
 }
 
-// Spins, then sleeps until it is notified: a thread that only gave way to others would
-// be in the way of those that it waits for.
+// A thread that only gave way to others would be in the way of those that it waits for.
 void Pool::wait_change(const std::atomic<uint32_t>& value, uint32_t old) const {
   for (int spins = 0; spins < spins_; spins++) {
     if (value.load(std::memory_order_acquire) != old) return;
@@ -126,7 +125,7 @@ void Pool::work(int thread) {
     seen = job_number_.load(std::memory_order_acquire);
     if (stop_) return;
     error_->guard([&] { (*job_)(thread); });
-    if (running_.fetch_sub(1, std::memory_order_release) == 1) wake_all(running_);
+    if (running_.fetch_sub(1) == 1) running_.notify_one();
   }
 }
 
@@ -155,8 +154,8 @@ void Pool::run(const std::function<void(int)>& job) {
   job_ = &job;
   error_ = &error;
   running_.store(static_cast<uint32_t>(threads_ - 1), std::memory_order_relaxed);
-  job_number_.fetch_add(1, std::memory_order_release);
-  wake_all(job_number_);
+  job_number_.fetch_add(1);
+  job_number_.notify_all();
   error.guard([&] { job(0); });
   for (uint32_t left; (left = running_.load(std::memory_order_acquire)) != 0;)
     wait_change(running_, left);

@@ -77,8 +77,8 @@ class Pool {
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
       between();
       arrived_.store(0, std::memory_order_relaxed);
-      generation_.store(generation + 1, std::memory_order_release);
-      wake_all(generation_);
+      generation_.store(generation + 1);  // see wait_change
+      generation_.notify_all();
     } else {
       wait_change(generation_, generation);
     }
@@ -88,18 +88,12 @@ class Pool {
   void parallel(int items, const std::function<void(int, int, int)>& body);
 
  private:
-  void wait_change(const std::atomic<uint32_t>& value, uint32_t old) const;
-
-  // Wakes the threads that sleep until `value` changes, after a change.
+  // Spins, then sleeps until a thread changes the value and notifies.
   //
-  // The library looks for sleepers with a load that may pass the change, which waits in
-  // the store buffer after stores that miss the caches. A thread that falls asleep
-  // meanwhile would see the old value and never wake.
-  static void wake_all(std::atomic<uint32_t>& value) {
-    std::atomic_thread_fence(std::memory_order_seq_cst);
-    value.notify_all();
-  }
-
+  // A change must be sequentially consistent. The library looks for sleepers with such a
+  // load, which would pass a release store that waits in the store buffer. A thread that
+  // falls asleep meanwhile would see the old value and never wake.
+  void wait_change(const std::atomic<uint32_t>& value, uint32_t old) const;
   void work(int thread);
   void stop();
   bool is_forked() const;
