@@ -211,7 +211,7 @@ def tiny_engine(
         .with_pooled()
     )
     groups = program.kv_groups
-    kv = KvConfig((-(-slots // block_size),) * len(groups), block_size, options.kv_dtype)
+    kv = KvConfig((-(-slots // block_size),) * len(groups), block_size, options.kv_format)
     if not release_outside_window:
         groups = tuple(replace(group, window=0, num_sink_tokens=0) for group in groups)
     limits = EngineLimits(spec.vocab_size, max_model_len or spec.max_context, kv, groups)
