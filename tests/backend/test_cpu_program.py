@@ -40,7 +40,7 @@ SHAPES = st.fixed_dictionaries(
 
 def slack(width: int) -> int:
     """Factor of the tolerance for narrow models, whose norms divide by few numbers near 0."""
-    return 10 if width < 8 else 1
+    return 10 if width <= 8 else 1
 
 
 def random_tree(rng: np.random.Generator, nodes: int, vocab: int) -> tuple[list[int], list[int]]:

@@ -38,7 +38,8 @@ def stated_quantisation(config: Mapping[str, Any], path: Path) -> Any:
 
     Raises UnsupportedModelError for an unknown packing of AutoRound.
     """
-    found = mlx_config(config) or config.get(_FIELD) or config.get(_OLD_FIELD)
+    stated = (mlx_config(config), config.get(_FIELD), config.get(_OLD_FIELD))
+    found = next((value for value in stated if value is not None), None)
     if isinstance(found, dict) and found.get("quant_method") in _AUTO_ROUND:
         return _auto_round(found)
     if found is None and find(path, modelopt.FILE):

@@ -233,6 +233,6 @@ def test_unsupported_kv_dtype_raises() -> None:
     spec, tensors = model(LLAMA)
     with pytest.raises(
         RequestError,
-        match="kv_dtype 'int4' is not supported on cuda; choose bf16, f32, fp8 or int8",
+        match="kv_dtype 'int4' is not supported on cuda; choose bf16, f16, f32, fp8 or int8",
     ):
         compile(trace_model(spec, tensors), tensors, KvConfig((4,), 32, "int4"), 1)

@@ -184,5 +184,5 @@ def test_bytes_are_those_of_the_tensors(dtype: KvFormat, value_dim: int) -> None
 
 
 def test_int4_is_refused_with_what_to_choose() -> None:
-    with pytest.raises(RequestError, match="choose bf16, f32, fp8 or int8"):
+    with pytest.raises(RequestError, match="choose bf16, f16, f32, fp8 or int8"):
         KvStore(KvGroup((0,), KvLayout(1, 16, 16)), 1, 16, "int4")
