@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 from bench import Ask, Bench, serve
 
-from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
 from headrace.measure.table import size
 from headrace.model import trace_model
@@ -72,7 +71,8 @@ def _bytes_per_token(model: str) -> int:
     """The prediction of `headrace show`."""
     from headrace.measure.describe import describe
 
-    return int(describe(model)["kv_bytes_per_token"][EngineConfig.kv_dtype])
+    facts = describe(model)
+    return int(facts["kv_bytes_per_token"][facts["kv_dtype"]])
 
 
 def _row(name: str, engine: Engine, per_token: int) -> tuple[dict[str, object], list[str]]:

@@ -92,7 +92,7 @@ def test_show_with_the_cuda_backend(model: str, capsys: pytest.CaptureFixture[st
         and facts["auto"]["backend"] == "cpu"
         and not facts["auto"]["backend_remark"]
     )
-    assert list(facts["cuda"]["kv_bytes_per_token"]) == ["bf16", "f32", "fp8", "int8"]
+    assert list(facts["cuda"]["kv_bytes_per_token"]) == ["bf16", "f16", "f32", "fp8", "int8"]
     assert (
         facts["cuda"]["bytes_in_memory"] > facts["cpu"]["bytes_in_memory"]
         and INTERPRETED in facts["cuda"]["backend_remark"]

@@ -59,7 +59,7 @@ def closing_line(
 def least(result: RequestOutput, machine: Machine = MACHINE) -> float:
     program = lower_program("cpu", trace_model(SPEC, TENSORS), TENSORS)
     return decode_seconds(
-        program, machine, decode_steps(result, number_bytes(program.kv_groups, CONFIG.kv_dtype))
+        program, machine, decode_steps(result, number_bytes(program.kv_groups, CONFIG.kv_format))
     )
 
 
