@@ -180,6 +180,8 @@ class ReferenceExecutable:
         return ReferenceHostBlocks(self.stores, counts, block_size) if all(counts) else None
 
     def close(self) -> None:
+        self._stored = {}  # its tensors keep the model's files open
+        self._variants.clear()
         self.weights.clear()
         self.stores.clear()
 
