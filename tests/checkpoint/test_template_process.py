@@ -2,6 +2,7 @@
 background.
 """
 
+import gc
 import os
 import signal
 import subprocess
@@ -30,6 +31,12 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 
 def render(renderer: Renderer, template: str = PLAIN, messages: Any = USER) -> str:
     return renderer.render(template, messages, named_tokens={}).text
+
+
+@pytest.fixture(autouse=True)
+def no_garbage() -> None:
+    """Collect the processes and descriptors of earlier tests, which would end during a test."""
+    gc.collect()
 
 
 def pid_of(renderer: Renderer) -> int:
