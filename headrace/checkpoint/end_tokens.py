@@ -50,5 +50,5 @@ def excluded_names(added_tokens: AbstractSet[str]) -> frozenset[str]:
 
 
 def end_names(control_tokens: AbstractSet[str], added_tokens: AbstractSet[str]) -> frozenset[str]:
-    """Return those of the control tokens whose name says that they end a response."""
+    """Return the control tokens whose names say that they end a response."""
     return frozenset(control_tokens & END_TOKENS.keys()) - excluded_names(added_tokens)

@@ -1,7 +1,7 @@
 """Large key biases, which the KV does not store.
 
 Qwen2 and Qwen2.5 (2024) have key biases of up to 350 in a few rotary pairs of a few layers. A
-rounded key loses the digits of its other numbers beside them. So the loader splits such a bias:
+rounded key then loses digits of its small numbers. So the loader splits such a bias:
 keys are stored with the small part, and attention adds the large part to scores, by position.
 """
 
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from headrace.model.spec import ModelSpec
 from headrace.quant.formats import StoredTensor
 
-_LEAST = 8.0
-"""Length of a pair of biases that is large. Keys without a bias have numbers of about this size."""
+_MIN_LENGTH = 8.0
+"""Min length of a large pair of biases. Keys without a bias have numbers of about this size."""
 _MAX_PAIRS = 8
 """Of a head. Each takes as long as two numbers of a key, in float32."""
 
@@ -51,6 +51,6 @@ def _large_part(bias: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]
     pairs = bias.reshape(-1, head_dim // 2, 2)
     lengths = np.linalg.norm(pairs, axis=2)
     rank = np.argsort(np.argsort(-lengths, axis=1, kind="stable"), axis=1)
-    is_large = (lengths >= _LEAST) & (rank < _MAX_PAIRS)
+    is_large = (lengths >= _MIN_LENGTH) & (rank < _MAX_PAIRS)
     large: NDArray[np.float32] = np.where(is_large[..., None], pairs, np.float32(0)).reshape(-1)
     return large

@@ -13,8 +13,8 @@ from headrace.server.output_parsers.text_reader import MalformedError, Steps
 FENCE = "```"
 _LABEL = re.compile(r"[A-Za-z_]*")
 _LABELS = ("", "json", "tool_call")
-_NAMES = ("name", "tool_name")
-_ARGUMENTS = ("arguments", "parameters")
+NAMES = ("name", "tool_name")
+ARGUMENTS = ("arguments", "parameters")
 _IGNORED = ("id", "type")
 
 
@@ -67,14 +67,14 @@ def _read_call(reader: OutputReader) -> Steps[tuple[str, str]]:
         yield from reader.space()
         yield from reader.expect(":")
         yield from reader.space()
-        if key in _NAMES:
+        if key in NAMES:
             name = yield from reader.string()
             if name not in reader.tools:
                 raise MalformedError
-        elif key in _ARGUMENTS or key in _IGNORED:
+        elif key in ARGUMENTS or key in _IGNORED:
             pieces: list[str] = []
             yield from reader.value(pieces.append)
-            if key in _ARGUMENTS:
+            if key in ARGUMENTS:
                 arguments = "".join(pieces)
         else:
             raise MalformedError

@@ -1,13 +1,11 @@
 import json
 from collections.abc import Sequence
 
+from headrace.server.output_parsers.fenced_calls import ARGUMENTS, NAMES
 from headrace.server.output_parsers.lark import LarkGrammar
 from headrace.server.output_parsers.output_reader import OutputReader
 from headrace.server.output_parsers.text_reader import MalformedError, Steps
 from headrace.server.output_parsers.tools import Tool
-
-_NAMES = ("name", "tool_name")
-_ARGUMENTS = ("arguments", "parameters")
 
 
 def read_call(reader: OutputReader, known_only: bool = False) -> Steps[None]:
@@ -23,9 +21,9 @@ def read_call(reader: OutputReader, known_only: bool = False) -> Steps[None]:
         yield from reader.space()
         yield from reader.expect(":")
         yield from reader.space()
-        if key in _NAMES and call.name is None:
+        if key in NAMES and call.name is None:
             call.set_name((yield from reader.string()))
-        elif key in _ARGUMENTS and not call.has_arguments:
+        elif key in ARGUMENTS and not call.has_arguments:
             yield from call.read_arguments()
         else:
             yield from reader.value(_ignore)
