@@ -93,7 +93,7 @@ class Collectives:
         top_k = routing.shape[1] // 2
         owner = owners(op.parts, routing[:, :top_k])  # [rows, top_k]
         gathered = np.stack(self._gather(rows, [op.x.width] * len(op.parts)))
-        by_expert = gathered.reshape(len(op.parts), len(out), top_k, -1)
+        by_expert = gathered.reshape(len(op.parts), len(out), top_k, op.x.width // top_k)
         owned = by_expert[owner, np.arange(len(out))[:, None], np.arange(top_k)]
         out[:] = owned.reshape(out.shape)
 

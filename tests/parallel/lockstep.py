@@ -147,15 +147,14 @@ def _expert_part(s: Step, op: collective.ExpertPart) -> Floats:
         )
         hidden = gated(s.product(x[rows], *gate), s.product(x[rows], *up), op.activation)
         out[rows, places] = s.product(hidden, *down)
-    return out.reshape(len(x), -1)
+    return out.reshape(len(x), op.out.width)
 
 
 def _combine(s: Step, op: collective.Combine) -> Floats:
     routing = s.x(op.routing)
     top_k = routing.shape[1] // 2
-    combined: Floats = (s.x(op.x).reshape(len(routing), top_k, -1) * routing[:, top_k:, None]).sum(
-        axis=1
-    )
+    by_choice = s.x(op.x).reshape(len(routing), top_k, op.out.width)
+    combined: Floats = (by_choice * routing[:, top_k:, None]).sum(axis=1)
     return combined
 
 
@@ -242,12 +241,12 @@ def _owned_experts(
     owner = owners(op.parts, routing[:, :top_k].astype(np.int64))
     gathered = np.stack(
         [
-            step.x(op.x).reshape(len(routing), top_k, -1)
+            step.x(op.x).reshape(len(routing), top_k, op.x.width // top_k)
             for step, op in zip(steps, rank_ops, strict=True)
         ]
     )
     owned = gathered[owner, np.arange(len(routing))[:, None], np.arange(top_k)]
-    return [owned.reshape(len(routing), -1)] * len(steps)
+    return [owned.reshape(len(routing), op.x.width)] * len(steps)
 
 
 LOCAL_OPS: dict[type[Op], Callable[[Step, Any], Floats]] = {

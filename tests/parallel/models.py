@@ -1,12 +1,22 @@
-"""Random models for tests of ranks."""
+"""Random models, and steps, for tests of ranks."""
 
+from collections.abc import Iterable, Iterator
+
+import numpy as np
 from hypothesis import strategies as st
 
 from headrace.batch import RaggedBatch
 from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.program.op import StepSize
 from headrace.program.trace import Program
+from tests.backend.batches import Sequence, batch_of
 from tests.tiny import Tensors, tiny_model
+
+_STEPS = [(5, 0), (3, 6), (1, 1), (1, 2)]
+"""Tokens of each of two sequences, and the number of last rows with logits.
+
+A step in the middle of all its prompts has no logits, so the last layer has no rows.
+"""
 
 
 @st.composite
@@ -45,3 +55,20 @@ def predicted_seconds(program: Program, batch: RaggedBatch) -> float:
         tuple((int(context), int(count)) for context, count in rows), len(batch.logit_rows), 4
     )
     return float(sum(op.bytes(step) for op in program.ops))
+
+
+def steps(block_size: int, num_groups: int) -> Iterator[RaggedBatch]:
+    """Steps of two sequences, with all, some and no logits."""
+    sequences = [Sequence([1, 3], block_size), Sequence([2, 0], block_size)]
+    for count, num_logits in _STEPS:
+        tokens = [[(7 * i + 31 * b + count) % 101 for i in range(count)] for b in range(2)]
+        batch = batch_of(sequences, tokens, [([], [])] * 2, False, num_groups)
+        yield with_logits(batch, range(2 * count - num_logits, 2 * count))
+        for sequence in sequences:
+            sequence.computed += count
+
+
+def with_logits(batch: RaggedBatch, rows: Iterable[int]) -> RaggedBatch:
+    """A batch with logits for some of its rows, in ascending order."""
+    chosen = np.array(sorted(rows), np.int32)
+    return batch._replace(logit_rows=chosen, seq_of=batch.seq_of[chosen])

@@ -25,23 +25,30 @@ from headrace.program.ops import Attention, KvWrite, Linear
 from headrace.program.trace import Program
 from tests.backend.batches import Sequence, batch_of
 from tests.families import VARIANTS, save_model
-from tests.parallel.models import models
+from tests.parallel.models import models, steps, with_logits
 from tests.parallel.threads import Threads
 from tests.tiny import Tensors, tiny_model
 
+MESHES = [
+    Mesh(1, 2),
+    Mesh(2, 1),
+    Mesh(3, 1),
+    Mesh(2, 2),
+    Mesh(2, 1, sequence=True),
+    Mesh(3, 2, sequence=True),
+]
+WITH_EXPERTS = [
+    name
+    for name, variant in VARIANTS.items()
+    if "num_experts_per_tok" in variant.options or variant.family == "mixtral"
+]
+
 
 @pytest.mark.parametrize(
-    "mesh",
-    [
-        Mesh(1, 2),
-        Mesh(2, 1),
-        Mesh(3, 1),
-        Mesh(2, 2),
-        Mesh(2, 1, sequence=True),
-        Mesh(3, 2, sequence=True),
-    ],
+    ("name", "mesh"),
+    [(name, mesh) for name in VARIANTS for mesh in MESHES]
+    + [(name, Mesh(2, 2, shares_experts=False)) for name in WITH_EXPERTS],
 )
-@pytest.mark.parametrize("name", VARIANTS)
 def test_cpu_ranks_give_the_bits_of_one_rank(name: str, mesh: Mesh, tmp_path: Path) -> None:
     save_model(name, tmp_path / name)
     checkpoint = open_checkpoint(tmp_path / name)
@@ -53,24 +60,24 @@ def test_cpu_ranks_give_the_bits_of_one_rank(name: str, mesh: Mesh, tmp_path: Pa
             program, checkpoint.tensors, kv, 1, "", lower=lower if fused else lower_unfused
         )
         many = Threads(mesh, program, checkpoint.tensors, kv, fused)
-        sequences = [Sequence([1, 3], 32), Sequence([2, 0], 32)]
-        for chunk in (5, 3, 1):
-            tokens = [[(7 * i + 31 * b + chunk) % 101 for i in range(chunk)] for b in range(2)]
-            batch = batch_of(sequences, tokens, [([], [])] * 2, False, groups)
+        for batch in steps(32, groups):
             one.run(batch, batch.tokens)
             before = [transport.received_bytes for transport in many.transports]
             results = many.logits(batch)
             assert len(results) == mesh.tensor
             for logits in results:
                 np.testing.assert_array_equal(logits, one.logits(batch))
-            step = StepSize(tuple((s.computed, chunk) for s in sequences), len(batch.logit_rows), 0)
+            counts = np.diff(batch.row_start).tolist()
+            step = StepSize(
+                tuple(zip(batch.context_len.tolist(), counts, strict=True)),
+                len(batch.logit_rows),
+                0,
+            )
             for transport, rank, start in zip(many.transports, many.ranks, before, strict=True):
                 predicted = sum(
                     op.link_bytes(step) for op in rank.program.ops if isinstance(op, Collective)
                 )
                 assert transport.received_bytes - start == predicted
-            for sequence in sequences:
-                sequence.computed += chunk
         many.close()
 
 
@@ -116,7 +123,8 @@ def test_random_shapes_formats_draft_trees_and_adapters(
             for drafted in drafts
         ]
         batch = batch_of(sequences, known, list(zip(drafts, parents, strict=True)), True, groups)
-        batch = batch._replace(
+        rows = range(len(batch.tokens))
+        batch = with_logits(batch, data.draw(st.sets(st.sampled_from(rows))))._replace(
             adapters=ints([data.draw(st.sampled_from([-1, 0])) for _ in sequences])
         )
         one.run(batch, batch.tokens)

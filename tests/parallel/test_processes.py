@@ -33,6 +33,7 @@ STACK = {
     "max_num_seqs": 4,
     "threads": 1,
     "chunked_prefill_size": 8,
+    "max_num_batched_tokens": 16,  # so that some steps have rows of prompts alone
 }
 
 
