@@ -1,26 +1,29 @@
 """Commands from rank 0 to the other ranks, as bytes without pickle.
 
-header  kind, number of the program, number of arrays, bytes after the header: 4 x int32
+header  kind, number of the program, number of arrays: 3 x int32; bytes after the header: int64
 shape   dtype (0: the array is None), dimensions, size of each dimension: 5 x int32 per array
 array   numbers in row order
 """
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.batch import KvRows, RaggedBatch
+from headrace.batch import KvRows, RaggedBatch, ints
 from headrace.errors import FormatError
-from headrace.program.adapter import LowRank
+from headrace.program.adapter import Adapter, LowRank, OwnWeight, TokenRows
+from headrace.quant.formats import FORMATS, RAW_FORMATS, StoredTensor
 
 Array = NDArray[Any]
-HEADER = struct.Struct("<4i")
-MAX_BYTES = 1 << 31
+HEADER = struct.Struct("<3iq")
+MAX_BYTES = 1 << 40
+_CHANGE_ARRAYS = 13
+"""Arrays of a change of an adapter."""
 _SHAPE = struct.Struct("<5i")
 _DTYPES = (None, np.dtype(np.int32), np.dtype(np.uint64), np.dtype(np.float32), np.dtype(np.uint8))
 
@@ -118,18 +121,71 @@ def batch_from_arrays(arrays: Sequence[Array | None]) -> RaggedBatch:
     return RaggedBatch(**fields, kv=tuple(groups))
 
 
-def adapter_to_arrays(adapter: Mapping[str, LowRank]) -> list[Array | None]:
+def adapter_to_arrays(adapter: Adapter) -> list[Array | None]:
+    """Arrays of each change; absent parts are None."""
     arrays: list[Array | None] = []
-    for name, (down, up, scale) in adapter.items():
-        arrays += [np.frombuffer(name.encode(), np.uint8), down, up]
-        arrays.append(np.array([scale], np.float32))
+    for name, change in adapter.items():
+        own = OwnWeight(delta=change) if isinstance(change, LowRank) else change
+        arrays += [_text(name), ints([isinstance(change, LowRank)])]
+        arrays += _tensor_to_arrays(own.values)
+        indices = own.rows and own.rows.indices.astype(np.int32)
+        arrays += [indices, own.rows and own.rows.values]
+        down, up, scale = own.delta or (None, None, None)
+        arrays += [down, up, None if scale is None else np.array([scale], np.float32)]
+        arrays += [own.added, own.row_norms, own.col_norms]
     return arrays
 
 
-def adapter_from_arrays(arrays: Sequence[Array | None]) -> dict[str, LowRank]:
-    adapter = {}
-    for name, down, up, scale in zip(*(arrays[i::4] for i in range(4)), strict=True):
-        if name is None or down is None or up is None or scale is None:
+def adapter_from_arrays(arrays: Sequence[Array | None]) -> dict[str, LowRank | OwnWeight]:
+    """Raises FormatError if an array is missing."""
+    adapter: dict[str, LowRank | OwnWeight] = {}
+    for change in zip(*(arrays[i::_CHANGE_ARRAYS] for i in range(_CHANGE_ARRAYS)), strict=True):
+        name, is_low_rank, number_format, shape, data, indices, values, *others = change
+        down, up, scale, added, row_norms, col_norms = others
+        delta = None
+        if down is not None and up is not None and scale is not None:
+            delta = LowRank(down, up, float(scale[0]))
+        if name is None or is_low_rank is None or (is_low_rank[0] and delta is None):
             raise FormatError("a rank received an adapter with a missing array")
-        adapter[name.tobytes().decode()] = LowRank(down, up, float(scale[0]))
+        if is_low_rank[0] and delta:
+            adapter[_read_text(name)] = delta
+            continue
+        rows = None
+        if indices is not None and values is not None:
+            rows = TokenRows(indices.astype(np.int64), values)
+        adapter[_read_text(name)] = OwnWeight(
+            values=_tensor_from_arrays(number_format, shape, data),
+            rows=rows,
+            delta=delta,
+            added=added,
+            row_norms=row_norms,
+            col_norms=col_norms,
+        )
     return adapter
+
+
+def _tensor_to_arrays(tensor: StoredTensor | None) -> list[Array | None]:
+    if tensor is None:
+        return [None, None, None]
+    assert tensor.parts.keys() == {"codes"}, "adapters have plain numbers"
+    codes = tensor.parts["codes"]
+    if tensor.row_order is not None:
+        codes = codes[tensor.row_order]
+    return [_text(tensor.format.name), ints(list(tensor.shape)), codes]
+
+
+def _tensor_from_arrays(
+    number_format: Array | None, shape: Array | None, data: Array | None
+) -> StoredTensor | None:
+    if number_format is None or shape is None or data is None:
+        return None
+    form = (FORMATS | RAW_FORMATS)[_read_text(number_format)]
+    return StoredTensor.from_bytes("adapter", form, tuple(shape.tolist()), data)
+
+
+def _text(text: str) -> Array:
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def _read_text(array: Array) -> str:
+    return array.tobytes().decode()

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from headrace.backend import HostBlocks
 from headrace.backend.cpu.executable import CpuExecutable
+from headrace.backend.variants import GatheredRows
 from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import KvConfig
 from headrace.logit_ops import LogitOp, LogitOpResult, StepResult
@@ -15,7 +16,7 @@ from headrace.parallel.commands import Command, CommandKind, adapter_to_arrays, 
 from headrace.parallel.rank import Rank
 from headrace.parallel.transport import GlooTransport
 from headrace.parallel.workers import Workers
-from headrace.program.adapter import Adapter, only_low_rank
+from headrace.program.adapter import Adapter
 from headrace.program.kv import KvGroup
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
@@ -84,15 +85,16 @@ class ParallelExecutable:
         batch = batch._replace(tokens=tokens_of(batch, values), token_source=None)
         with self._workers.working():
             self._workers.send(Command(CommandKind.RUN, self._number, batch_to_arrays(batch)))
-            self._rank.run(self._number, batch)
+            local = self._rank.run(self._number, batch)
         generation = self._workers.generation
 
         def wait() -> StepResult:
             with self._workers.working(generation):
-                logit_rows, hidden_rows, pooled_rows = self._results(batch)
-            values = run_logit_ops(ops, logit_rows, pooled_rows, self._local.pool)
+                rows = self._results(batch, local)
+            assert rows.logits is not None
+            values = run_logit_ops(ops, rows.logits, rows.pooled, self._local.pool)
             return StepResult(
-                values, logit_rows if logits else None, hidden_rows if hidden else None
+                values, rows.logits if logits else None, rows.hidden if hidden else None
             )
 
         self._last_ticket = _Ticket(wait)
@@ -101,11 +103,10 @@ class ParallelExecutable:
             self._last_ticket.wait()
         return self._last_ticket
 
-    def _results(self, batch: RaggedBatch) -> tuple[Floats, Floats | None, Floats | None]:
+    def _results(self, batch: RaggedBatch, local: GatheredRows) -> GatheredRows:
+        """`local`: rows of rank 0, the results if the model has one stage."""
         if self._rank.config.mesh.pipeline == 1:
-            local_logits = self._local.logits(batch)
-            assert local_logits is not None
-            return local_logits, self._local.hidden(batch), self._local.pooled(batch)
+            return local
         program, num_rows = self._whole_program, len(batch.logit_rows)
         assert program.logits
         logits = self._receive(num_rows, program.logits.width)
@@ -113,7 +114,7 @@ class ParallelExecutable:
         pooled = None
         if program.pooled and batch.pooled_rows is not None:
             pooled = self._receive(len(batch.pooled_rows), program.pooled.width)
-        return logits, hidden, pooled
+        return GatheredRows(logits, hidden, pooled)
 
     def _receive(self, rows: int, width: int) -> Floats:
         out = np.empty((rows, width), np.float32)
@@ -137,7 +138,7 @@ class ParallelExecutable:
         with self._workers.working():
             self._workers.send(Command(CommandKind.RUN, self._number, batch_to_arrays(batch)))
             times = self._local.profile(batch)
-            self._results(batch)
+            self._results(batch, GatheredRows(None, None, None))
         return times
 
     def stage_steps(self) -> list[StageStep]:
@@ -154,10 +155,9 @@ class ParallelExecutable:
         return self._local.expert_loads()
 
     def add_adapter(self, adapter: Adapter) -> int:
-        """Raises UnsupportedModelError for an adapter with weights of its own."""
-        low_rank = only_low_rank(adapter, "several ranks")
-        number = self._rank.add_adapter(low_rank)
-        arrays = adapter_to_arrays(low_rank)
+        """Raises UnsupportedModelError for a weight that the model does not use."""
+        number = self._rank.add_adapter(adapter)
+        arrays = adapter_to_arrays(adapter)
         self._workers.send_and_keep(Command(CommandKind.ADD_ADAPTER, number, arrays))
         return number
 

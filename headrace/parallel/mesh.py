@@ -45,14 +45,21 @@ class Mesh:
 
         Raises UnsupportedModelError if the mesh cannot split the program.
         """
-        if self.pipeline > 1:
-            program = self._stages(program, layer_stages)[self.stage(rank)]
+        program = self.stage_program(program, rank, layer_stages)
         if self.tensor == 1:
             return program
         share = rank % self.tensor
         return TensorParallel(
             program, share, self.tensor, self.shares_experts, self.sequence
         ).rewritten()
+
+    def stage_program(
+        self, program: Program, rank: int, layer_stages: Mapping[int, int] | None = None
+    ) -> Program:
+        """Return the program of a rank's stage."""
+        if self.pipeline == 1:
+            return program
+        return self._stages(program, layer_stages)[self.stage(rank)]
 
     def layer_stages(self, program: Program) -> dict[int, int]:
         return {

@@ -8,11 +8,18 @@ from numpy.typing import NDArray
 
 from headrace import _native
 from headrace.backend.cpu.executable import CpuExecutable
+from headrace.backend.variants import GatheredRows
 from headrace.batch import RaggedBatch
 from headrace.config import Activations, KvConfig
 from headrace.parallel.collectives import Collectives
 from headrace.parallel.mesh import Mesh, adapter_share, weights_of
-from headrace.program.adapter import LowRank
+from headrace.program.adapter import (
+    Adapter,
+    low_rank_part,
+    own_name,
+    own_weights,
+    with_own_weights,
+)
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
@@ -53,7 +60,7 @@ class Rank:
         self.config = config
         self._collectives = collectives
         self._stage_steps: deque[tuple[float, float]] = deque(maxlen=_MAX_STAGE_STEPS)
-        self._tensors = dict(tensors)
+        self._program, self._tensors = program, dict(tensors)
         self._layer_stages = config.mesh.layer_stages(program) if config.mesh.pipeline > 1 else None
         self.identity = identity(tensors)
         share = config.mesh.program(program, config.rank)
@@ -68,13 +75,13 @@ class Rank:
         )
         self.executables = [executable]
 
-    def run(self, number: int, batch: RaggedBatch) -> CpuExecutable:
-        executable = self.executables[number]
+    def run(self, number: int, batch: RaggedBatch) -> GatheredRows:
+        """Run a program; its rows are valid until the next run."""
         start, wait_before = monotonic(), self._collectives.wait_seconds
-        executable.run(batch, batch.tokens)
+        rows = self.executables[number].run_variants(batch)
         wait_seconds = self._collectives.wait_seconds - wait_before
         self._stage_steps.append((start + wait_seconds, monotonic()))
-        return executable
+        return rows
 
     def stage_steps(self) -> NDArray[np.float64]:  # [steps, (begin, end)]
         """Return and forget the last step times, at most 4,096."""
@@ -94,10 +101,33 @@ class Rank:
         self.executables.append(attached)
         return attached
 
-    def add_adapter(self, adapter: Mapping[str, LowRank]) -> int:
-        """Return a number that is equal on all ranks."""
-        executable = self.executables[0]
-        return executable.add_adapter(adapter_share(executable.program, adapter))
+    def add_adapter(self, adapter: Adapter) -> int:
+        """Return a number that is equal on all ranks.
+
+        Raises UnsupportedModelError for a weight that the model does not use.
+        """
+        executable, low_rank = self.executables[0], low_rank_part(adapter)
+        if len(low_rank) == len(adapter):
+            return executable.add_adapter(adapter_share(executable.program, low_rank))
+
+        own = own_weights(self._program, self._used(adapter), self._tensors)
+        tensors = {own_name(name): tensor for name, tensor in own.items()}
+        share = self.config.mesh.program(
+            with_own_weights(self._program, own), self.config.rank, self._layer_stages
+        )
+        weights = weights_of(share, {**self._tensors, **tensors})
+        return executable.add_variant(share, weights, adapter_share(share, low_rank))
+
+    def _used(self, adapter: Adapter) -> Adapter:
+        """The changes of weights that this stage has; changes of no stage's weights stay, too."""
+        mesh, program = self.config.mesh, self._program
+        stage = mesh.stage_program(program, self.config.rank, self._layer_stages)
+        others = program.weights.keys() - stage.weights.keys()
+        return {
+            name: change
+            for name, change in adapter.items()
+            if name not in others and name.removesuffix("_bias") not in others
+        }
 
     def remove_adapter(self, number: int) -> None:
         self.executables[0].remove_adapter(number)

@@ -103,14 +103,9 @@ def _run_command(command: Command, rank: Rank, transport: GlooTransport, host: s
             transport.connect(transport.open_groups(store))
         case CommandKind.RUN:
             batch = batch_from_arrays(arrays)
-            executable = rank.run(command.program, batch)
+            gathered = rank.run(command.program, batch)
             if config.rank == config.mesh.first_of_last_stage:
-                results = (
-                    executable.logits(batch),
-                    executable.hidden(batch),
-                    executable.pooled(batch),
-                )
-                for rows in results:
+                for rows in gathered:
                     if rows is not None and len(rows):
                         transport.send_to(rows, 0)
         case CommandKind.MOVE_SLOTS if arrays[0] is not None and arrays[1] is not None:

@@ -1,6 +1,6 @@
 """Adapters: low-rank matrices (LoRA, Hu et al. 2021), and weights of their own."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import UnsupportedModelError
+from headrace.program.moe import Experts
 from headrace.program.op import Op, Weight
 from headrace.program.ops import Embed, Linear
 from headrace.program.trace import Program, Tracer
@@ -81,10 +82,7 @@ class OwnWeight:
         )
         if self.col_norms is not None:
             whole *= self.col_norms / _lengths(whole, axis=0)
-        if tensor.format.name == "F32":
-            return StoredTensor.from_floats(name, whole)
-        words = encode_numbers(whole, "bf16").reshape(-1).view(np.uint8)
-        return StoredTensor.from_bytes(name, FORMATS["BF16"], whole.shape, words)
+        return _plain(name, whole, tensor.format.name == "F32")
 
     def _changed(self, tensor: StoredTensor, rows: NDArray[np.int64]) -> Floats:
         values = tensor.dequantise_rows(rows).reshape(len(rows), -1)
@@ -135,7 +133,36 @@ def own_weights(
             base = tensors.get(tied.weight.name if tied and name == _HEAD else name)
             if not change.keeps(base):
                 made[name] = change.make(name, base)
+    for op in program.ops:
+        if isinstance(op, Experts):
+            made |= _in_one_format([weight.name for weight in op.matrices()], made, tensors)
     return made
+
+
+def _in_one_format(
+    names: Sequence[str], made: Mapping[str, StoredTensor], tensors: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """More own weights of experts, in the format of the others: they multiply the same rows."""
+    if made.keys().isdisjoint(names):
+        return {}
+    current = {name: made.get(name) or tensors[name] for name in names}
+    formats = {tensor.format.name for tensor in current.values()}
+    if len(formats) == 1:
+        return {}
+    is_wide = "F32" in formats
+    return {
+        name: _plain(name, tensor.dequantise(), is_wide)
+        for name, tensor in current.items()
+        if tensor.format.name != ("F32" if is_wide else "BF16")
+    }
+
+
+def _plain(name: str, values: Floats, is_wide: bool) -> StoredTensor:
+    """A tensor in float32 or bf16."""
+    if is_wide:
+        return StoredTensor.from_floats(name, values)
+    words = encode_numbers(values, "bf16").reshape(-1).view(np.uint8)
+    return StoredTensor.from_bytes(name, FORMATS["BF16"], values.shape, words)
 
 
 def with_own_weights(program: Program, own: Mapping[str, StoredTensor]) -> Program:

@@ -22,7 +22,8 @@ from headrace.parallel.commands import (
     decode,
     encode,
 )
-from headrace.program.adapter import LowRank
+from headrace.program.adapter import LowRank, OwnWeight, TokenRows
+from headrace.quant.formats import FORMATS, StoredTensor
 from tests.backend.batches import Sequence, batch_of
 
 shapes = arrays_of.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
@@ -106,15 +107,44 @@ def test_batch_and_adapter_round_trip() -> None:
             )
         else:
             assert equal(before, getattr(decoded, name)), name
-    adapter = {
-        "layers.0.q": LowRank(np.ones((2, 3), np.float32), np.zeros((5, 2), np.float32), 0.5)
+    words = np.arange(12, dtype=np.uint16).view(np.uint8)
+    adapter: dict[str, LowRank | OwnWeight] = {
+        "layers.0.q": LowRank(np.ones((2, 3), np.float32), np.zeros((5, 2), np.float32), 0.5),
+        "norm": OwnWeight(added=np.ones(3, np.float32)),
+        "embed": OwnWeight(
+            values=StoredTensor.from_bytes("a", FORMATS["BF16"], (3, 4), words).transposed(),
+            rows=TokenRows(np.array([3, 7]), np.ones((2, 3), np.float32)),
+            delta=LowRank(np.ones((1, 3), np.float32), np.ones((4, 1), np.float32), 2.0),
+            row_norms=np.ones(4, np.float32),
+            col_norms=np.ones(3, np.float32),
+        ),
     }
     again = adapter_from_arrays(
         read(encode(Command(CommandKind.ADD_ADAPTER, 0, adapter_to_arrays(adapter)))).arrays
     )
-    ((name, (down, up, scale)),) = again.items()
-    assert (
-        (name, scale) == ("layers.0.q", 0.5)
-        and equal(down, adapter[name].down)
-        and equal(up, adapter[name].up)
-    )
+    assert again.keys() == adapter.keys()
+    for name, change in adapter.items():
+        for before, after in zip(parts(change), parts(again[name]), strict=True):
+            assert equal(before, after), name
+
+
+def parts(change: LowRank | OwnWeight) -> list[Array | None]:
+    if isinstance(change, LowRank):
+        return [change.down, change.up, np.array(change.scale)]
+    own = [change.values and change.values.dequantise(), change.added]
+    rows = change.rows or (None, None)
+    return [
+        *own,
+        *rows,
+        *(parts(change.delta) if change.delta else ()),
+        change.row_norms,
+        change.col_norms,
+    ]
+
+
+def test_adapter_with_a_missing_array() -> None:
+    low_rank = LowRank(np.ones((1, 3), np.float32), np.ones((4, 1), np.float32), 2.0)
+    arrays = adapter_to_arrays({"layers.0.q": low_rank})
+    up = next(i for i, array in enumerate(arrays) if array is low_rank.up)
+    with pytest.raises(FormatError, match="missing array"):
+        adapter_from_arrays([*arrays[:up], None, *arrays[up + 1 :]])

@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from headrace import LLM, SamplingParams
 from headrace.errors import RankLostError
 from headrace.outputs import RequestOutput
 from headrace.parallel.transport import GlooTransport
-from tests.families import save_model
+from tests.families import VOCAB, save_model
 from tests.test_adapters import write_adapter
 
 ADAPTERS = [None, "other", None, None, "other"]
@@ -64,7 +65,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     for name, heads in (("qwen3", 128), ("mixtral", 64)):
         write_adapter(folder / f"{name}-adapter", 4, layers=(0, 1), heads=heads, dim=64)
+        add_own_weights(folder / f"{name}-adapter" / "adapter_model.safetensors")
     return {name: save_with_tokenizer(name, folder / name) for name in ("qwen3", "mixtral")}
+
+
+def add_own_weights(adapter: Path) -> None:
+    """Add modules that are saved whole: an embedding and a norm."""
+    rng, prefix = np.random.default_rng(3), "base_model.model.model"
+    own: dict[str, Any] = {
+        f"{prefix}.embed_tokens.weight": rng.standard_normal((VOCAB, 64), np.float32) / 4,
+        f"{prefix}.layers.1.input_layernorm.weight": rng.standard_normal(64, np.float32),
+    }
+    save_file(load_file(adapter) | own, adapter)
 
 
 def load_adapter(llm: LLM, model: Path) -> None:

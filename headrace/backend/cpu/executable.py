@@ -223,10 +223,7 @@ class CpuExecutable:
         hidden: bool = False,
     ) -> Done:
         batch = batch._replace(tokens=tokens_of(batch, self._results), token_source=None)
-        if self._variants and batch.adapters is not None:
-            rows = run_parts(batch, self._variants, self._run_part)
-        else:
-            rows = self._run_part(None, batch)
+        rows = self.run_variants(batch)
         assert rows.logits is not None, "a stage without logits is not launched"
         self._results = run_logit_ops(ops, rows.logits, rows.pooled, self.pool)
         return Done(
@@ -234,6 +231,14 @@ class CpuExecutable:
                 self._results, rows.logits if logits else None, rows.hidden if hidden else None
             )
         )
+
+    def run_variants(self, batch: RaggedBatch) -> GatheredRows:
+        """Run each program over its sequences; return the rows of the whole batch, until the next
+        run.
+        """
+        if self._variants and batch.adapters is not None:
+            return run_parts(batch, self._variants, self._run_part)
+        return self._run_part(None, batch)
 
     def _run_part(self, variant: "_Variant | None", batch: RaggedBatch) -> GatheredRows:
         executable: CpuExecutable = self
@@ -308,8 +313,18 @@ class CpuExecutable:
         low_rank = low_rank_part(adapter)
         if len(low_rank) == len(adapter):
             return self._add_low_rank(low_rank)
-        assert not self._process_group, "ranks have low-rank adapters only"
-        variant = self._variant(adapter)
+        own = own_weights(self._traced, adapter, self._lowering.tensors)
+        tensors = {own_name(name): tensor for name, tensor in own.items()}
+        return self.add_variant(with_own_weights(self._traced, own), tensors, low_rank)
+
+    def add_variant(
+        self,
+        program: Program,
+        own: Mapping[str, StoredTensor],
+        low_rank: Mapping[str, LowRank],
+    ) -> int:
+        """Add an adapter with weights of its `own`, which has this program."""
+        variant = self._variant(program, own)
         number = self._add_low_rank({})
         self._variants[number] = _Variant(variant, variant._add_low_rank(low_rank))
         return number
@@ -319,13 +334,11 @@ class CpuExecutable:
             [(self._lowering.packed[name], *pair) for name, pair in matrices.items()]
         )
 
-    def _variant(self, adapter: Adapter) -> "CpuExecutable":
-        """The program with the adapter's own weights, in a plan over the same weights and KV."""
-        own = own_weights(self._traced, adapter, self._lowering.tensors)
-        weights = {**self._lowering.tensors, **{own_name(name): own[name] for name in own}}
+    def _variant(self, program: Program, own: Mapping[str, StoredTensor]) -> "CpuExecutable":
+        """The program in a plan over the same weights and KV."""
+        weights = {**self._lowering.tensors, **own}
         variant = copy(self)
-        variant._traced = with_own_weights(self._traced, own)
-        variant.program = self._lower(variant._traced, weights)
+        variant._traced, variant.program = program, self._lower(program, weights)
         variant.plan = cast(Callable[..., _native.Plan], _native.Plan)(self.plan)
         variant._number, variant._views, variant._variants = 0, {}, {}
         variant._fill_plan(weights, None, self._lowering)
