@@ -3,10 +3,15 @@
 `LLM`, `AsyncLLM`, the command line, batches and all routes of the server use it. Roles and
 contents that depend on the chat template are adapted in the process that renders it
 (`checkpoint/template_needs.py`).
+
+Earlier turns are read leniently, because a client sends them again with each request: an error
+there would end the conversation for good. They are mended, with a note in the log.
 """
 
 import dataclasses
 import json
+import logging
+import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -16,7 +21,10 @@ from headrace.errors import RequestError
 
 TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_ASKED = ("system", "developer", "user")
+"""Roles of what a client asks. Other messages are earlier results, which it only sends again."""
 _ROLES = "system, user, assistant or tool"
+_log = logging.getLogger("headrace.messages")
 
 
 class MessageError(RequestError):
@@ -27,6 +35,11 @@ class MessageError(RequestError):
         super().__init__(f"{field} {reason}")
         self.field = field
         self.is_unsupported = is_unsupported
+
+
+def note_mended(note: str) -> None:
+    """Log a change of a conversation, without any of its text."""
+    _log.info("%s", note)
 
 
 def is_message(value: object) -> bool:
@@ -145,22 +158,47 @@ def _tool_call(call: Any, field: str, name: str = "function") -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise MessageError(field, f"must have a {name} with a name")
     function = _without_none(function)
-    arguments, field = function.get("arguments", {}), f"{field}.{name}.arguments"
-    if isinstance(arguments, str):
-        arguments = arguments if arguments.strip() else "{}"
-        try:
-            value = json.loads(arguments)
-        except (ValueError, RecursionError):
-            raise MessageError(field, "is not JSON; send the call that the model made") from None
-    else:
-        value = arguments
-    if not isinstance(value, dict):
-        raise MessageError(field, f"must be a JSON object, not {reprlib.repr(value)}")
+    arguments = _arguments(function.get("arguments", {}), f"{field}.{name}.arguments")
     return (
         {"type": "function"}
         | _without_none(call)
         | {"function": function | {"arguments": arguments}}
     )
+
+
+def _arguments(given: Any, field: str) -> str | dict[str, Any]:
+    """Return an object or its JSON text; other values become the empty object, as in vLLM.
+
+    Models write malformed arguments, and `max_tokens` cuts them.
+    """
+    if isinstance(given, str):
+        if not given.strip():
+            return "{}"
+        try:
+            value = json.loads(given)
+            # Some clients encode the text of the arguments once more.
+            value = json.loads(value) if isinstance(value, str) else value
+        except (ValueError, RecursionError):
+            value = None
+    else:
+        value = given
+    if not isinstance(value, dict):
+        note_mended(f"{field} is not a JSON object, and becomes {{}}")
+        return {}
+    finite: dict[str, Any] = _finite(value)
+    if finite != value:
+        note_mended(f"{field} has numbers that JSON lacks, and they become null")
+        return finite
+    return given if isinstance(given, str) and given.lstrip().startswith("{") else value
+
+
+def _finite(value: Any) -> Any:
+    """Return a JSON value with None for NaN and the infinities."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _convert_content(message: dict[str, Any], field: str) -> None:
@@ -170,8 +208,9 @@ def _convert_content(message: dict[str, Any], field: str) -> None:
         content = refusal
     if isinstance(content, list):
         thoughts = [part for part in content if _is_thinking(part)]
+        read = text_of_part if message["role"] in _ASKED else _replayed_text
         content = [
-            {"type": "text", "text": text_of_part(part, f"{field}[{i}]")}
+            {"type": "text", "text": read(part, f"{field}[{i}]")}
             for i, part in enumerate(content)
             if not _is_thinking(part)
         ]
@@ -188,6 +227,17 @@ def _convert_content(message: dict[str, Any], field: str) -> None:
     elif not isinstance(content, str):
         raise MessageError(field, f"must be text or a list of parts, not {type(content).__name__}")
     message["content"] = content or ""
+
+
+def _replayed_text(part: Any, field: str) -> str:
+    """Return the text of a part, or a line that takes the place of an image or the like."""
+    try:
+        return text_of_part(part, field)
+    except MessageError as error:
+        if not error.is_unsupported:
+            raise
+        note_mended(f"{error.args[0]}: a line of text takes its place")
+        return f"[{str(part['type'])[:64]} left out: this model reads only text]"
 
 
 def _is_thinking(part: Any) -> bool:

@@ -10,7 +10,7 @@ from headrace.checkpoint.named_tokens import NamedTokens
 from headrace.checkpoint.templates import Renderer, Rendering
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.errors import RequestError
-from headrace.messages import is_message, normalise_messages, plain
+from headrace.messages import is_message, normalise_messages, note_mended, plain
 from headrace.validation import check_names
 
 Prompt = str | Mapping[str, Any]
@@ -92,6 +92,8 @@ class PromptReader:
         }
         self._renderer = renderer
         self.max_model_len = max_model_len
+        self.describes_tools = True
+        """Whether a system message describes tools that the template does not know."""
 
     def close(self) -> None:
         """End the process that renders conversations. Text prompts can still be read."""
@@ -184,8 +186,11 @@ class PromptReader:
             traces=sanitize_control_tokens,
             continues=continue_final_message,
             places=places,
+            describes_tools=self.describes_tools,
             **values,
         )
+        for note in rendering.notes:
+            note_mended(note)
         text = rendering.text
         if continue_final_message:
             end = rendering.end

@@ -101,6 +101,26 @@ TEXTS = [{"type": "text", "text": "hi "}, {"type": "input_text", "text": "you"}]
 FLAT = [user("hi"), {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}]
 OLD = [user("hi"), {"role": "assistant", "function_call": {"name": "add", "arguments": '{"a": 1}'}}]
 
+CALL_TEXT = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+NO_RESULTS = CHATML.replace(
+    "<{{ m", "{% if m.role == 'tool' %}{{ raise_exception('tool') }}{% endif %}<{{ m"
+)
+MENDED: list[tuple[Any, str]] = [
+    ('{"path": "a.tx', "{}"),
+    (" ", "{}"),
+    ("ls -l", "{}"),
+    ("[1]", "{}"),
+    ('"x"', "{}"),
+    ("42", "{}"),
+    ("null", "{}"),
+    ([1], "{}"),
+    (42, "{}"),
+    ("[" * 50_000, "{}"),
+    ('{"a": NaN, "b": [1e999, 1]}', '{"a": null, "b": [null, 1]}'),
+    ({"a": float("inf")}, '{"a": null}'),
+    (json.dumps('{"a": 1}'), '{"a": 1}'),
+]
+
 FORMS: dict[str, tuple[str, list[Any], str]] = {
     "null keys": (
         DEFINED,
@@ -114,7 +134,30 @@ FORMS: dict[str, tuple[str, list[Any], str]] = {
         call({"a": 1}, content=None),
         '<user>hi<assistant>[add {"a": 1}]',
     ),
-    "calls of a template without them": (CHATML, call({"a": 1}), "<user>hi<assistant>"),
+    "calls of a template without them": (
+        CHATML,
+        call({"a": 1}),
+        f"<user>hi<assistant>{CALL_TEXT}",
+    ),
+    "text and calls of a template without them": (
+        CHATML,
+        call('{"a": 1}', content="I add."),
+        f"<user>hi<assistant>I add.\n{CALL_TEXT}",
+    ),
+    "a result that a template refuses": (
+        NO_RESULTS,
+        [*call({"a": 1}), {"role": "tool", "content": [{"type": "text", "text": "2"}]}],
+        f"<user>hi<assistant>{CALL_TEXT}<user><tool_response>\n2\n</tool_response>",
+    ),
+    "an image of a tool": (
+        CHATML,
+        [{"role": "tool", "content": [{"type": "image_url", "image_url": {}}, *TEXTS[1:]]}],
+        "<tool>[image_url left out: this model reads only text]\nyou",
+    ),
+    **{
+        f"arguments {given!r}": (DEFINED, call(given), f"<user>hi<assistant>[add {mended}]")
+        for given, mended in MENDED
+    },
     "calls only with null content": (
         NULL_CONTENT,
         call('{"a": 1}', content=""),
@@ -155,7 +198,7 @@ FORMS: dict[str, tuple[str, list[Any], str]] = {
     "a function's result": (
         CHATML,
         [*OLD, {"role": "function", "name": "add", "content": "1"}],
-        "<user>hi<assistant><tool>1",
+        f"<user>hi<assistant>{CALL_TEXT}<tool>1",
     ),
     "an object of a tool": (CHATML, [{"role": "tool", "content": {"a": "é"}}], '<tool>{"a": "é"}'),
     "an object as it is": (MAPPINGS, [{"role": "tool", "content": {"a": "é"}}], '{"a": "é"}'),
@@ -189,6 +232,79 @@ def closed() -> Iterator[None]:
     RENDERER.close()
 
 
+SYSTEM, MORE = {"role": "system", "content": "S"}, {"role": "system", "content": "T"}
+DEVELOPER = {"role": "developer", "content": [{"type": "text", "text": "D"}]}
+YES = {"role": "assistant", "content": "yes"}
+ONE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('late') }}{% elif m.role not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('role') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+NO_SYSTEM = CHATML.replace(
+    "<{{ m", "{% if m.role == 'system' %}{{ raise_exception('system') }}{% endif %}<{{ m"
+)
+DROPS_LATE = (
+    "{% for m in messages %}{% if m.role in ['user', 'assistant'] or loop.first %}"
+    "<{{ 'developer' if m.role == 'developer' else m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
+ALTERNATES = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('alternate') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+ROLE_FOLDS: dict[str, tuple[str, list[Any], str]] = {
+    "lenient": (CHATML, [SYSTEM, MORE, user("x"), MORE], "<system>S<system>T<user>x<system>T"),
+    "two systems": (ONE_SYSTEM, [SYSTEM, MORE, user("x")], "<system>S\n\nT<user>x"),
+    "a late system": (
+        ONE_SYSTEM,
+        [SYSTEM, user("x"), YES, MORE, user("y"), DEVELOPER],
+        "<system>S\n\nT\n\nD<user>x<assistant>yes<user>y",
+    ),
+    "only a late system": (
+        ONE_SYSTEM,
+        [user("x"), YES, MORE, user("y")],
+        "<system>T<user>x<assistant>yes<user>y",
+    ),
+    "a dropped system": (DROPS_LATE, [SYSTEM, user("x"), MORE], "<system>S\n\nT<user>x"),
+    "no system": (NO_SYSTEM, [SYSTEM, user("x"), YES, MORE], "<user>S\n\nT\n\nx<assistant>yes"),
+    "a repeated user": (
+        ALTERNATES,
+        [SYSTEM, user("x"), user(TEXTS), YES, {"role": "assistant", "content": "no"}, user("z")],
+        "<user>S\n\nx\n\nhi \nyou<assistant>yes\n\nno<user>z",
+    ),
+}
+
+
+@pytest.mark.parametrize("fold", ROLE_FOLDS)
+def test_roles_are_folded_as_the_template_takes_them(fold: str) -> None:
+    template, messages, expected = ROLE_FOLDS[fold]
+    rendering = RENDERER.render(template, normalise_messages(messages), named_tokens={})
+    assert rendering.text == expected
+    assert bool(rendering.notes) == (fold != "lenient")
+
+
+def test_errors_name_the_place_before_the_fold() -> None:
+    template = ONE_SYSTEM + "{% if messages[-1].content == 'z' %}{{ messages[-1].x.y }}{% endif %}"
+    reader = PromptReader("m", tiny_tokenizer(), template, RENDERER, 64)
+    with pytest.raises(RequestError, match=r"it last read messages\[3\]\.x, role 'user'"):
+        reader.read_chat([SYSTEM, MORE, user("y"), user("z")])
+
+
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "of a city"}}
+
+
+def test_tools_are_described_if_the_template_ignores_them() -> None:
+    reader = PromptReader("m", tiny_tokenizer(), CHATML, RENDERER, 512)
+    own = reader.read_chat([SYSTEM, user("x")], tools=[WEATHER]).text or ""
+    assert re.fullmatch(r'<system>S\n\n# Tools.*"weather".*</tool_call><user>x', own, re.DOTALL)
+    alone = reader.read_chat([user("x")], tools=[WEATHER]).text or ""
+    assert alone == own.replace("S\n\n", "")
+    reader.describes_tools = False
+    assert reader.read_chat([user("x")], tools=[WEATHER]).text == "<user>x"
+    for known in ("{{ tools | tojson }}", DEFINED):
+        reader = PromptReader("m", tiny_tokenizer(), CHATML + known, RENDERER, 512)
+        assert "# Tools" not in (reader.read_chat([user("x")], tools=[WEATHER]).text or "")
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_message_forms(form: str) -> None:
     template, messages, expected = FORMS[form]
@@ -209,11 +325,6 @@ WRONG: list[tuple[Any, str]] = [
     (user([{"type": "text"}]), r"messages\[0\].content\[0\].text must be text, not None"),
     (user("x", tool_calls={}), r"messages\[0\].tool_calls must be a list, not {}"),
     (user("x", tool_calls=[{}]), r"messages\[0\].tool_calls\[0\] must have a function with a name"),
-    (
-        call("{")[1],
-        r"messages\[0\].tool_calls\[0\].function.arguments is not JSON; send the call that",
-    ),
-    (call("[1]")[1], r"messages\[0\].tool_calls\[0\].function.arguments must be a JSON object"),
     (user("x", seen={1}), r"messages\[0\].seen must be JSON, and set is not a JSON type"),
 ]
 

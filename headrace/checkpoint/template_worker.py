@@ -124,7 +124,9 @@ def render(template: str, request: dict[str, Any]) -> dict[str, Any]:
     global _now
     _now = datetime.now()
     tokens, names = request["tokens"], request["names"]
-    messages = _needs(template, json.dumps(tokens)).adapt(names["messages"])
+    messages, places, notes = _needs(template, json.dumps(tokens)).adapt(
+        names["messages"], request["places"], names.get("tools"), request["describes_tools"]
+    )
     compiled = _compile(template)
     environment = cast(Sandbox, compiled.environment)
     environment.watch(messages)
@@ -133,13 +135,13 @@ def render(template: str, request: dict[str, Any]) -> dict[str, Any]:
     except _Refusal as refusal:
         if refusal.blame == "messages" and environment.last_read:
             number, field = environment.last_read
-            place = f"{request['places'][number]}.{field}"
+            place = f"{places[number]}.{field}"
             raise _at(refusal, place, messages[number].get("role")) from None
         raise
     finally:
         environment.watch(())
     if not request["traces"]:
-        return {"text": text}
+        return {"text": text, "notes": notes}
     traced = _trace(template, tokens, names | {"messages": messages}, request["continues"])
     if traced != text:
         # The template has a value that is never the same twice.
@@ -147,6 +149,7 @@ def render(template: str, request: dict[str, Any]) -> dict[str, Any]:
     continued = spans(traced, CONTINUED)
     return {
         "text": text,
+        "notes": notes,
         "inserted": spans(traced, INSERTED + CONTINUED),
         "unknown": spans(traced, UNKNOWN),
         "end": continued[-1][1] if continued else None,
@@ -195,7 +198,8 @@ def _trace(
 def _needs(template: str, tokens: str) -> TemplateNeeds:
     compiled, names = _compile(template), json.loads(tokens)
     return TemplateNeeds(
-        template, lambda messages: _generate(compiled, names | {"messages": messages})
+        template,
+        lambda messages, tools: _generate(compiled, names | {"messages": messages, "tools": tools}),
     )
 
 

@@ -47,6 +47,8 @@ class Rendering(NamedTuple):
     """Spans that the template made of values or of its own text."""
     end: int | None = None
     """End of the last message's content, if the template copies it."""
+    notes: Sequence[str] = ()
+    """Changes of the messages for this template, for the log."""
 
 
 class Renderer:
@@ -76,13 +78,15 @@ class Renderer:
         traces: bool = False,
         continues: bool = False,
         places: Sequence[str] | None = None,
+        describes_tools: bool = False,
     ) -> Rendering:
         """Render a conversation; encode it without `add_special`.
 
         `named_tokens` are the tokenizer's, such as `bos_token`. `chat_template_kwargs`
         are further names, such as `enable_thinking`. `traces` asks for the origins of
         characters, `continues` for the end of the last message's content. `places`
-        names the messages in errors. Raises
+        names the messages in errors. With `describes_tools`, a system message describes
+        the tools if the template knows none. Raises
         FormatError for a malformed or forbidden template, ClosedError, and RequestError
         for refused messages and above 4 MB, 2 s or 512 MB.
         """
@@ -120,6 +124,7 @@ class Renderer:
                 "names": names | dict(more_names),
                 "traces": traces or continues,
                 "continues": continues,
+                "describes_tools": describes_tools,
                 "places": places or [f"messages[{i}]" for i in range(len(messages))],
             }
         )

@@ -28,7 +28,8 @@ def request(names: dict[str, Any], *, continues: bool = False) -> dict[str, Any]
         "names": names,
         "traces": True,
         "continues": continues,
-        "places": ["m"] * 99,
+        "places": ["m"] * len(names["messages"]),
+        "describes_tools": False,
     }
 
 

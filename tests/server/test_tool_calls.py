@@ -111,17 +111,6 @@ class TestPrompts:
             ),
             ({"tool_choice": "required"}, "tool_choice"),
             ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages"),
-            (
-                {
-                    "messages": [
-                        {
-                            "role": "assistant",
-                            "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
-                        }
-                    ]
-                },
-                "messages",
-            ),
         ],
     )
     def test_invalid_tools_are_refused(
