@@ -5,7 +5,7 @@ runs once for each program that its sequences use. A row has the same bits in an
 runs have the results of one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -25,6 +25,15 @@ class GatheredRows(NamedTuple):
     pooled: Rows | None  # [pooled rows, dim]
 
 
+def sequences_of(batch: RaggedBatch, numbers: Collection[int]) -> dict[int, list[int]]:
+    """The sequences of each program, by number of its variant; -1 without a variant."""
+    assert batch.adapters is not None
+    parts: dict[int, list[int]] = {}
+    for sequence, number in enumerate(batch.adapters.tolist()):
+        parts.setdefault(number if number in numbers else -1, []).append(sequence)
+    return parts
+
+
 def run_parts(
     batch: RaggedBatch,
     numbers: Mapping[int, _Program],
@@ -35,10 +44,7 @@ def run_parts(
 
     The results of a run are valid until the next.
     """
-    assert batch.adapters is not None
-    parts: dict[int, list[int]] = {}
-    for sequence, number in enumerate(batch.adapters.tolist()):
-        parts.setdefault(number if number in numbers else -1, []).append(sequence)
+    parts = sequences_of(batch, numbers)
     if len(parts) == 1:
         return run(numbers.get(next(iter(parts))), batch)
 

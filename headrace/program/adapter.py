@@ -110,18 +110,6 @@ def low_rank_part(adapter: Adapter) -> dict[str, LowRank]:
     return {name: change for name, change in adapter.items() if isinstance(change, LowRank)}
 
 
-def only_low_rank(adapter: Adapter, backend: str) -> dict[str, LowRank]:
-    """The adapter. Raises UnsupportedModelError for weights of its own."""
-    low_rank = low_rank_part(adapter)
-    if len(low_rank) < len(adapter):
-        raise UnsupportedModelError(
-            "the adapter has weights of its own (whole modules, embeddings, biases or DoRA), which "
-            f"{backend} do not support; merge it into the model with `headrace convert MODEL OUT "
-            "--to bf16 --merge-adapter PATH`"
-        )
-    return low_rank
-
-
 def own_weights(
     program: Program, adapter: Adapter, tensors: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:

@@ -13,7 +13,7 @@ from headrace.batch import RaggedBatch, ints
 from headrace.config import KvConfig
 from headrace.errors import UnsupportedModelError
 from headrace.model import linear_weights, tensor_shapes, trace_model
-from headrace.program.adapter import Adapter, LowRank, OwnWeight, adapted, only_low_rank
+from headrace.program.adapter import Adapter, LowRank, OwnWeight, adapted
 from headrace.program.op import StepSize
 from tests.backend.batches import Sequence, batch_of
 from tests.tiny import tiny_model
@@ -133,13 +133,6 @@ def test_adapter_bytes_of_a_step() -> None:
     )
     held = executable.plan.adapter_bytes(executable.add_adapter(adapter))
     assert with_it - without <= held <= 1.01 * (with_it - without), "and what fills the last tiles"
-
-
-def test_other_backends_refuse_weights_of_an_adapter() -> None:
-    low_rank, change = made(2), OwnWeight(added=np.ones(32, np.float32))
-    assert only_low_rank(low_rank, "GPUs") == low_rank
-    with pytest.raises(UnsupportedModelError, match=r"GPUs do not support; .*--merge-adapter"):
-        only_low_rank({**low_rank, "norm": change}, "GPUs")
 
 
 def test_a_weight_that_no_op_has_is_refused() -> None:

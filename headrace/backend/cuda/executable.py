@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -27,14 +28,21 @@ from headrace.backend.cuda.sampling_layout import SampleLayout
 from headrace.backend.cuda.step_input import StepInput, max_ints
 from headrace.backend.cuda.step_shape import StepShape, decoding, graph_rows, prefill, shape_of
 from headrace.backend.cuda.stream import Stream
-from headrace.backend.cuda.ticket import CudaTicket, Slot, Slots
+from headrace.backend.cuda.ticket import CudaTicket, HostArray, Slot, Slots
 from headrace.backend.cuda.weights import Weights, read_wide, sized
 from headrace.backend.cuda.workspace import Buffers, Workspace
-from headrace.batch import Ints, RaggedBatch, StepTimes
+from headrace.backend.variants import sequences_of
+from headrace.batch import Ints, RaggedBatch, StepTimes, part_of
 from headrace.config import KvConfig
 from headrace.logit_ops import LogitOp, LogitOpResult, StepResult
 from headrace.program import moe, ops
-from headrace.program.adapter import Adapter, only_low_rank
+from headrace.program.adapter import (
+    Adapter,
+    low_rank_part,
+    own_name,
+    own_weights,
+    with_own_weights,
+)
 from headrace.program.fuse import fuse
 from headrace.program.op import Value
 from headrace.program.trace import Program
@@ -48,6 +56,7 @@ _MAX_LATE_GRAPHS = 64  # Each takes one or two megabytes
 # Room for the tables of 64 sequences with 16,000 blocks each, so the array rarely
 # grows.
 _MIN_INTS = 1 << 20
+_POOLED = 2  # Index of pooled rows among the results of a program
 
 
 def lower(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
@@ -102,11 +111,14 @@ class CudaExecutable:
         self._workspace = workspace or Workspace()
         self._adapters = Adapters()
         self._packed, self._stream = activations, stream
-        self._set_program(lower(program, tensors))
+        self._set_program(program)
         self._plan(decoding(1))  # packs the weights
 
-    def _set_program(self, program: Program) -> None:
+    def _set_program(self, traced: Program) -> None:
         """Set the state that attached executables do not share."""
+        program = lower(traced, self._weights.tensors)
+        self._traced = traced
+        self._variants: dict[int, CudaExecutable] = {}
         assert program.logits, "a stage without logits is run with all others"
         self.program, self._logits = program, program.logits
         self._buffers = Buffers(program, self._packed, read_wide(program, self._weights.tensors))
@@ -135,7 +147,7 @@ class CudaExecutable:
             return CudaExecutable(program, weights, kv, self._packed, self._stream, self._workspace)
         other = copy(self)
         other._weights.add(weights)
-        other._set_program(lower(program, other._weights.tensors))
+        other._set_program(program)
         return other
 
     @within_memory
@@ -160,9 +172,7 @@ class CudaExecutable:
         slot = None
         try:
             slot = self._slots.next()
-            plan, max_size = self._plan_of(batch, sampling.layout)
-            self._send(plan, batch, sampling, slot, max_size)
-            self._run(plan)
+            plan = self._run_programs(batch, sampling, slot)
             sampled = self._run_sampling(plan, sampling.layout)
             return self._receive(plan, batch, sampling, ops, sampled, slot, logits, hidden)
         except BaseException:
@@ -170,6 +180,50 @@ class CudaExecutable:
             if slot:
                 self._slots.release(slot, self._stream.mark())
             raise
+
+    def _run_programs(
+        self, batch: RaggedBatch, sampling: SampleStep | PlainStep, slot: Slot
+    ) -> Plan:
+        """Run each program over its sequences; return the plan that has the rows of all."""
+        parts: dict[int, list[int]] = {}
+        if self._variants and batch.adapters is not None:
+            parts = sequences_of(batch, self._variants)
+        if not parts.keys() - {-1}:
+            plan = self._sent_plan(batch, sampling, slot, "step")
+            self._run(plan)
+            return plan
+
+        # Each program reuses the memory of the others, so rows are copied out at once.
+        rows_of_all: list[tuple[int, Ints, torch.Tensor]] = []
+        for number, sequences in parts.items():
+            part, logit_rows, pooled_rows = part_of(batch, sequences)
+            executable = self._variants.get(number, self)
+            nothing = self._sampler.begin([])
+            plan = executable._sent_plan(part, nothing, slot, f"part {number}")
+            executable._run(plan)
+            for i, value in enumerate(_results(executable.program)):
+                places = pooled_rows if i == _POOLED else logit_rows
+                if value and len(places):
+                    rows = torch.empty(len(places), value.width, device=DEVICE)
+                    self._stream.copy(rows, plan.value(value)[: len(places)])
+                    rows_of_all.append((i, places, rows))
+
+        plan = self._sent_plan(batch, sampling, slot, "step")
+        for i, places, rows in rows_of_all:
+            value = _results(self.program)[i]
+            assert value
+            for first, last in _runs(places):
+                at = int(places[first])
+                self._stream.copy(plan.value(value)[at : at + last - first], rows[first:last])
+        return plan
+
+    def _sent_plan(
+        self, batch: RaggedBatch, sampling: SampleStep | PlainStep, slot: Slot, name: str
+    ) -> Plan:
+        """The plan of a batch, with its input on the device; `name` is of host memory."""
+        plan, max_size = self._plan_of(batch, sampling.layout)
+        self._send(plan, batch, sampling, slot, slot.reserve(name, max_size))
+        return plan
 
     def _plan_of(self, batch: RaggedBatch, layout: SampleLayout) -> tuple[Plan, int]:
         """The plan of a batch, and the max integers of its step, which then fit in the array."""
@@ -267,9 +321,8 @@ class CudaExecutable:
         batch: RaggedBatch,
         sampling: SampleStep | PlainStep,
         slot: Slot,
-        max_size: int,
+        host: HostArray,
     ) -> None:
-        host = slot.reserve("step", max_size)
         ints, start, layout = host.array, plan.step.end, sampling.layout
         mask_words = self._sampler.mask_words
         tables_start = start + _sample_ints(layout, mask_words)
@@ -379,9 +432,8 @@ class CudaExecutable:
     def profile(self, batch: RaggedBatch) -> StepTimes:
         start = time.perf_counter()
         sampling = self._sampler.begin([])
-        plan, max_size = self._plan_of(batch, sampling.layout)
         slot = self._slots.next()
-        self._send(plan, batch, sampling, slot, max_size)
+        plan = self._sent_plan(batch, sampling, slot, "step")
         self._slots.release(slot, self._stream.mark())
         prepared = time.perf_counter() - start
 
@@ -391,18 +443,38 @@ class CudaExecutable:
         return StepTimes(prepared + sum(op_seconds.values()), op_seconds, 0)
 
     def expert_loads(self) -> NDArray[np.int64]:
-        return expert_table([loads.tolist() for loads in self._loads.values()])
+        table = expert_table([loads.tolist() for loads in self._loads.values()])
+        for variant in self._variants.values():
+            table = table + variant.expert_loads()
+        return table
 
     @within_memory
     def add_adapter(self, adapter: Adapter) -> int:
-        """Raises UnsupportedModelError for an adapter with weights of its own."""
-        low_rank = only_low_rank(adapter, "GPUs")
+        """Raises UnsupportedModelError for a weight that the model does not use."""
+        low_rank = low_rank_part(adapter)
         self._stream.catch_up()
-        return self._adapters.add(low_rank)
+        variant = self._variant(adapter) if len(low_rank) < len(adapter) else None
+        number = self._adapters.add(low_rank)
+        if variant:
+            self._variants[number] = variant
+        return number
+
+    def _variant(self, adapter: Adapter) -> "CudaExecutable":
+        """The program with the adapter's own weights, over the same KV, adapters and sampler."""
+        own = own_weights(self._traced, adapter, self._weights.tensors)
+        variant = copy(self)
+        variant._weights = self._weights.with_own(
+            {own_name(name): tensor for name, tensor in own.items()}
+        )
+        variant._set_program(with_own_weights(self._traced, own))
+        variant._sampler = self._sampler
+        variant._plan(decoding(1))  # packs the weights
+        return variant
 
     def remove_adapter(self, number: int) -> None:
         self._stream.catch_up()
         self._adapters.remove(number)
+        self._variants.pop(number, None)
 
     @within_memory
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
@@ -417,7 +489,18 @@ class CudaExecutable:
         return CudaHostBlocks(self._stores, counts, self._stream) if all(counts) else None
 
     def close(self) -> None:
+        self._variants.clear()
         del self._plans, self._weights, self._stores, self._workspace, self._sampler, self._ints
+
+
+def _results(program: Program) -> tuple[Value | None, Value | None, Value | None]:
+    return program.logits, program.hidden, program.pooled
+
+
+def _runs(places: Ints) -> list[tuple[int, int]]:
+    """The first and last + 1 index of each run of adjacent places."""
+    starts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist()]
+    return list(pairwise([*starts, len(places)]))
 
 
 def _sample_ints(layout: SampleLayout, mask_words: int) -> int:

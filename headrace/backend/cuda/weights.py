@@ -69,6 +69,12 @@ class Weights:
         """Add the tensors of another program. A known name keeps its tensor."""
         self.tensors = {**tensors, **self.tensors}
 
+    def with_own(self, tensors: Mapping[str, StoredTensor]) -> "Weights":
+        """These weights and further ones, which only the result has."""
+        other = Weights({**self.tensors, **tensors})
+        other._matrices, other._vectors = dict(self._matrices), dict(self._vectors)
+        return other
+
     def matrix(self, weight: Weight) -> PackedWeight:
         return self._packed((weight.name,))
 

@@ -6,22 +6,30 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
 
 from headrace.backend import compile_program, forward
 from headrace.backend.cuda import compile
+from headrace.backend.cuda.executable import CudaExecutable
+from headrace.backend.cuda.stream import HostStream
 from headrace.backend.reference.executable import ReferenceExecutable
 from headrace.config import KvConfig
-from headrace.model import trace_model
-from headrace.request import PoolingParams
+from headrace.errors import UnsupportedModelError
+from headrace.model import tensor_shapes, trace_model
+from headrace.program.adapter import LowRank, OwnWeight, TokenRows
+from headrace.quant.formats import StoredTensor
+from headrace.request import PoolingParams, RequestOptions
 from headrace.sampling_params import SamplingParams
 from headrace.structured_outputs import StructuredOutputs
 from tests.backend.batches import Sequence, batch_of
+from tests.backend.cuda.late import LateStream
 from tests.backend.stored import random_stored
-from tests.backend.test_adapters import KV, SPEC, TENSORS, logits, made
+from tests.backend.test_adapters import KV, SPEC, TENSORS, batch, logits, made
 from tests.draft_engines import draft_engine
 from tests.engine.test_pooling import embed, results_of, vector_of
 from tests.engine.test_promise import Ask, same
-from tests.tiny import Tensors, run_all, tiny_engine, tiny_model
+from tests.tiny import Tensors, drain, run_all, tiny_engine, tiny_model
 
 MODEL = tiny_model(0)
 ASKS: list[Ask] = [
@@ -54,6 +62,73 @@ def test_adapters_of_rows_in_one_step() -> None:
     )
     ours.remove_adapter(1)
     assert ours.add_adapter(made(16)) == 1
+
+
+def own_weights(seed: int) -> dict[str, LowRank | OwnWeight]:
+    """Low-rank matrices, and weights of the adapter's own of every kind."""
+    rng, changes = np.random.default_rng(seed), dict(made(4))
+    shapes = tensor_shapes(SPEC)
+
+    def random(*shape: int) -> NDArray[np.float32]:
+        return (rng.standard_normal(shape) / 3).astype(np.float32)
+
+    name, low_rank = next((name, change) for name, change in changes.items() if "gate" in name)
+    assert isinstance(low_rank, LowRank)
+    changes[name] = OwnWeight(delta=low_rank, row_norms=1 + np.abs(random(shapes[name][0])))
+    changes["layers.0.q"] = OwnWeight(
+        values=StoredTensor.from_floats("q", random(*shapes["layers.0.q"]))
+    )
+    changes["embed"] = OwnWeight(rows=TokenRows(np.array([3, 7]), random(2, SPEC.dim)))
+    changes["layers.0.mlp_norm"] = OwnWeight(added=random(SPEC.dim))
+    changes["layers.1.o_bias"] = OwnWeight(added=random(SPEC.dim))
+    return changes
+
+
+def test_adapters_with_weights_of_their_own() -> None:
+    program = trace_model(SPEC, TENSORS)
+    ours, truth = compile(program, TENSORS, KV, 1, "f32"), ReferenceExecutable(program, TENSORS, KV)
+    base = logits(ours, [-1] * 4)
+    for adapter in (own_weights(1), made(5), own_weights(2)):
+        assert ours.add_adapter(adapter) == truth.add_adapter(adapter)
+    mixed = logits(ours, [2, -1, 0, 1])
+    for numbers, got in (([2, -1, 0, 1], mixed), ([0] * 4, logits(ours, [0] * 4))):
+        want = logits(truth, numbers)
+        assert np.linalg.norm(got - want) < 1e-4 * np.linalg.norm(want)
+    seq_of = batch([-1] * 4).seq_of
+    assert (mixed[seq_of == 1] == base[seq_of == 1]).all()
+    ours.remove_adapter(2)
+    assert ours.add_adapter(own_weights(3)) == 2
+    with pytest.raises(UnsupportedModelError, match="which the model does not use"):
+        ours.add_adapter({"layers.7.mlp_norm": OwnWeight(added=np.ones(32, np.float32))})
+    assert ours.add_adapter(made(2)) == 3, "the refused adapter has no number"
+
+
+def run_with(asks: list[Ask], names: list[str | None], stream: HostStream) -> list[Any]:
+    program = trace_model(SPEC, TENSORS)
+    kv = KvConfig((20,), 4, "bf16")
+    executable = CudaExecutable(program, TENSORS, kv, torch.bfloat16, stream)
+    engine = tiny_engine(
+        (SPEC, TENSORS), "cuda", executable=executable, slots=80, multi_step_ms=1e6
+    )
+    engine.load_adapter("own", own_weights(1))
+    engine.load_adapter("other", made(5))
+    ids = [
+        engine.add_request(*ask, options=RequestOptions(adapter=name))
+        for ask, name in zip(asks, names, strict=True)
+    ]
+    results = {update.request_id: update.result for update in drain(engine) if update.result}
+    return [results[id] for id in ids]
+
+
+def test_engine_with_weights_of_an_adapter() -> None:
+    """Sampling on a late device, whose launches are in flight."""
+    late = LateStream()
+    short = SamplingParams(seed=2, max_tokens=3, logprobs=0)
+    asks: list[Ask] = [([7, 8, 9, 7], short), ([7, 8, 9, 7], short)]
+    own, other = run_with(asks, ["own", "other"], late)
+    assert late.late > 10
+    same(own, run_with(asks[:1], ["own"], HostStream())[0], exact=True)
+    assert own.outputs[0].logprobs != other.outputs[0].logprobs
 
 
 def test_pooling() -> None:
@@ -116,7 +191,7 @@ def mixed_model() -> tuple[Any, Tensors]:
 def test_matrices_of_one_op_in_several_formats(activations: Any, gap: float) -> None:
     spec, tensors = mixed_model()
     program = trace_model(spec, tensors)
-    batch = batch_of(
+    rows = batch_of(
         [Sequence([1, 0], 32), Sequence([2], 32)],
         [[1, 2, 3], [5]],
         [([], []), ([7, 8], [-1, -1])],
@@ -124,7 +199,7 @@ def test_matrices_of_one_op_in_several_formats(activations: Any, gap: float) -> 
     )
     kv = KvConfig((4,), 32, "f32")
     got, want = (
-        forward(compile_program(backend, program, tensors, kv, 1, activations), batch).logits
+        forward(compile_program(backend, program, tensors, kv, 1, activations), rows).logits
         for backend in ("cuda", "reference")
     )
     assert np.linalg.norm(got - want) < gap * np.linalg.norm(want)
