@@ -3,7 +3,7 @@
 A mask is a row of bits, `[words]` of uint32: bit i % 32 of word i / 32 allows token i.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol, Self
 
 import numpy as np
@@ -31,12 +31,20 @@ def mask_of(token_ids: Iterable[int], vocab_size: int) -> Mask:
 
 
 class GrammarState(Protocol):
-    """A position in a grammar after some text. It is immutable: a token leads to another state."""
+    """A position in a grammar after some tokens, which moves forward and back."""
 
     @property
     def is_complete(self) -> bool: ...
 
-    def after(self, token: int) -> Self: ...
+    @property
+    def num_bytes(self) -> int:
+        """Estimated bytes of memory."""
+
+    def advance(self, token: int) -> None:
+        """Move after a token. Raises ConstraintError if the grammar does not allow the token."""
+
+    def rollback(self, num_tokens: int) -> None:
+        """Forget the last tokens, and with them an error that they caused."""
 
     def fill(self, mask: Mask) -> None:
         """Write the mask of the next token; it allows no id beyond the tokenizer's vocabulary.
@@ -44,16 +52,22 @@ class GrammarState(Protocol):
         Raises ConstraintError if the computation exceeds its limits.
         """
 
+    def clone(self) -> Self: ...
+
 
 class Constraint(Protocol):
     """The tokens that may follow in one output, by a grammar or other rules.
 
-    It is immutable: a token leads to another constraint.
+    It moves with its output, token by token. Drafts are tried and taken back.
     """
 
     @property
     def changes(self) -> bool:
         """Whether the mask depends on earlier tokens, so it is unknown while they are pending."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimated bytes of memory."""
 
     @property
     def mask(self) -> Mask:
@@ -66,12 +80,15 @@ class Constraint(Protocol):
     def must_end(self) -> bool:
         """Whether the output is complete and no token can follow."""
 
-    def after(self, token: int) -> Self: ...
+    def push(self, token: int) -> None:
+        """Move after a token of the output. Raises ConstraintError if it is not allowed."""
 
-    def continuation(self, token: int) -> "Constraint | None":
-        """The constraint after a token that the mask allows.
+    def clone(self) -> Self: ...
 
-        It is None if the output ends with the token, or has no valid continuation.
+    def mask_after(self, draft: Sequence[int]) -> Mask | None:
+        """The tokens that may come after a draft, a run of allowed tokens.
+
+        None if the output ends with the draft, or has no valid continuation.
         """
 
     def forced(self, max_tokens: int) -> list[int]:
@@ -88,3 +105,7 @@ class Constraint(Protocol):
 
         After a node that ends the output the mask is arbitrary, as its sample is not used.
         """
+
+
+def allows(mask: Mask, token: int) -> bool:
+    return bool(mask[token // MASK_BITS] >> np.uint32(token % MASK_BITS) & 1)

@@ -95,6 +95,8 @@ class Stats(NamedTuple):
     """KV blocks copied back from host memory."""
     kv_host_bytes: int = 0
     """Bytes of host memory in use for offloaded KV."""
+    grammar_bytes: int = 0
+    """Estimated bytes of the grammar states of all structured outputs in the engine."""
     forced: int = 0
     """Output tokens that a grammar forced; each saved a step."""
     expert_loads: Sequence[Sequence[int]] = ()

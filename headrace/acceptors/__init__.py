@@ -86,7 +86,7 @@ class Acceptor(Protocol):
         """Return the sequences that continue, in their new order, with their commits.
 
         `logits` is [rows, vocab] if `needs_logits`. Returning a sequence several times forks it;
-        one that is not returned is freed. A commit of None fails the request: its logits were not
+        one that is not returned is freed. A commit of None fails the sequence: its logits were not
         finite.
         """
 

@@ -402,6 +402,7 @@ class Engine:
             offloaded_blocks=self._kv.host.num_saved,
             restored_blocks=self._kv.host.num_loaded,
             kv_host_bytes=self._kv.host.num_bytes,
+            grammar_bytes=snapshot.grammar_bytes(self._requests.values()),
             finished=meter.finished,
             aborted=meter.aborted,
             refused=meter.refused,

@@ -1,5 +1,7 @@
 """The end of sequences, which frees their blocks."""
 
+from collections.abc import Iterable
+
 from headrace.batch import Commit
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Request, Sequence
@@ -9,7 +11,7 @@ from headrace.outputs import FinishReason
 def receive_tokens(seq: Sequence, commit: Commit, scheduler: Scheduler) -> int:
     """Append new tokens, and return their number; 0 for beams.
 
-    An error of the tokenizer fails the request.
+    An error of the tokenizer or the grammar fails the sequence; its siblings continue.
     """
     request, output = seq.request, seq.output
     if request.pooling and request.pooling.vector is not None and output.finish_reason is None:
@@ -24,7 +26,7 @@ def receive_tokens(seq: Sequence, commit: Commit, scheduler: Scheduler) -> int:
     try:
         has_ended = seq.receive(commit)
     except Exception as error:
-        fail_request(request, error, scheduler)
+        fail_sequences(request.seqs if request.acceptor.is_group else [seq], error, scheduler)
     if has_ended:
         scheduler.drop(seq)
     return 0 if request.acceptor.is_group else len(output.token_ids) - num_before
@@ -41,8 +43,12 @@ def finish_request(request: Request, reason: FinishReason, scheduler: Scheduler)
 
 
 def fail_request(request: Request, error: Exception, scheduler: Scheduler) -> None:
-    for seq in request.seqs:
+    fail_sequences(request.seqs, error, scheduler)
+
+
+def fail_sequences(seqs: Iterable[Sequence], error: Exception, scheduler: Scheduler) -> None:
+    for seq in seqs:
         if seq.output.finish_reason is None:
-            request.error = request.error or error
+            seq.request.errors[seq.seq_id[1]] = error
             seq.output.fail(str(error))
             scheduler.drop(seq)

@@ -15,7 +15,7 @@ class JumpForward:
         num_forced: dict[ScheduledSequence, int] = {}
         for item in scheduled:
             seq = item.seq
-            if not seq.has_changing_mask or seq.output.finish_reason is not None:
+            if not seq.has_changing_mask:
                 continue
             max_tokens = min(self._max_tokens, item.max_useful_draft)
             if seq.constraint and max_tokens > 0:

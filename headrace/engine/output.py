@@ -56,7 +56,7 @@ class Output:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.cumulative_logprob = None if params.logprobs is None else 0.0
-        self.constraint = constraint
+        self.constraint = constraint and constraint.clone()
         self.end_ids = end_ids(params, tokenizer)
         """Tokens that end the output after `min_tokens`."""
         self._params = params
@@ -79,6 +79,7 @@ class Output:
         clone._taken = self._taken[:]
         clone._decoder = self._decoder.clone()
         clone._finder = self._finder.clone()
+        clone.constraint = self.constraint and self.constraint.clone()
         return clone
 
     @property
@@ -104,7 +105,7 @@ class Output:
             return
 
         if self.constraint is not None:
-            self.constraint = self.constraint.after(token)
+            self.constraint.push(token)
         if stop := self._append_token(token, can_stop):
             self.finish_reason, self.stop_reason = "stop", stop
         elif self.constraint is not None and self.constraint.must_end:

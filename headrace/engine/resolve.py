@@ -9,7 +9,7 @@ from headrace.engine.in_flight import InFlightStep
 from headrace.engine.output import TokenizerView, describe
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.scheduler import Scheduler
-from headrace.engine.sequence import Request
+from headrace.engine.sequence import Request, Sequence
 from headrace.errors import ConstraintError, NonFiniteLogitsError
 from headrace.logit_ops import LogitOpResult, Pool, SampleResult, Score, StepResult
 
@@ -17,8 +17,8 @@ _NOT_FINITE = "the model produced non-finite logits"
 _NOT_FINITE_ROWS = "the model produced non-finite hidden rows"
 
 Commits = list[tuple[ScheduledSequence, Commit]]
-Failures = list[tuple[Request, Exception]]
-"""Each error ends its request, not the engine."""
+Failures = list[tuple[list[Sequence], Exception]]
+"""Each error ends its sequences, not the engine."""
 
 
 def prepare_logit_ops(step: InFlightStep, scheduler: Scheduler) -> None:
@@ -79,7 +79,7 @@ def resolve_step(
         if item.seq.output.finish_reason:  # it ended before the step, or while it was in flight
             continue
         if error := _resolve_prompt(item, results[0], tokenizer):
-            failures.append((item.seq.request, error))
+            failures.append((item.seq.request.seqs, error))
         elif not item.can_sample:
             commits.append((item, Commit(source, path=[], tokens=[], logprobs=[])))
 
@@ -96,7 +96,7 @@ def resolve_step(
         if not all(item.seq.output.finish_reason for item in group):
             accepted, failed = _accept(acceptor, group, group_results, results[-1], scheduler)
             commits += accepted
-            failures += [(request, _sampling_error(request)) for request in failed]
+            failures += failed
     return commits, failures
 
 
@@ -160,7 +160,7 @@ def _accept(
     results: Results[LogitOpResult],
     step_result: StepResult,
     scheduler: Scheduler,
-) -> tuple[Commits, list[Request]]:
+) -> tuple[Commits, Failures]:
     accepted = acceptor.accept(group, results, step_result.logits)
     seqs = [item.seq for item in group]
     successors = sources = [item.seq for item, _ in accepted]
@@ -168,12 +168,12 @@ def _accept(
         successors = seqs[0].request.seqs = scheduler.replace_sequences(seqs, sources)
 
     commits: Commits = []
-    failed: list[Request] = []
+    failed: Failures = []
     for successor, (item, commit) in zip(successors, accepted, strict=True):
         if successor.output.finish_reason is not None:
             continue
         if commit is None:
-            failed.append(successor.request)
+            failed.append(([successor], _sampling_error(successor.request)))
         elif successor is item.seq:
             commits.append((item, commit))
         else:

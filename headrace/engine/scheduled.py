@@ -86,8 +86,10 @@ class ScheduledSequence:
 
     @property
     def max_useful_draft(self) -> int:
-        """Max draft nodes: 0 before a fork, whose sequences sample different tokens."""
-        if not self.can_sample or self.seq.may_fork:
+        """Max draft nodes: 0 for padding, and before a fork, whose sequences sample different
+        tokens.
+        """
+        if not self.can_sample or self.seq.may_fork or self.seq.output.finish_reason:
             return 0
         return self.seq.request.limit - len(self.seq.known) - 1
 

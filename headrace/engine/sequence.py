@@ -72,7 +72,8 @@ class Request:
     """Step of arrival, moved by the priority."""
     cached_tokens: int = 0
     """Prompt tokens from the prefix cache at the first admission."""
-    error: Exception | None = None
+    errors: dict[int, Exception] = field(default_factory=dict)
+    """By index of the sequence that failed."""
     drafts: dict[str, DraftStats] = field(default_factory=dict)
 
     @property
@@ -82,6 +83,11 @@ class Request:
     @property
     def ended(self) -> bool:
         return all(seq.output.finish_reason for seq in self.seqs)
+
+    @property
+    def error(self) -> Exception | None:
+        """The error of the first failed sequence by index, so that no batch changes it."""
+        return self.errors[min(self.errors)] if self.errors else None
 
     @property
     def num_tokens(self) -> int:

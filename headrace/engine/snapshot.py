@@ -5,7 +5,7 @@ from itertools import chain
 
 from headrace.config import KvConfig
 from headrace.engine.scheduler import Scheduler
-from headrace.engine.sequence import Sequence
+from headrace.engine.sequence import Request, Sequence
 from headrace.kv.manager import KvManager
 from headrace.program.kv import KvGroup
 from headrace.stats import BlockMap, GroupMap, Holding, KvStats, SequenceStats
@@ -44,6 +44,15 @@ def _empty_slots(
         for index in range(max(end // block_size, table.window_start), len(table)):
             empty[table[index]] = min(block_size, (index + 1) * block_size - end)
     return sum(empty.values())
+
+
+def grammar_bytes(requests: Iterable[Request]) -> int:
+    return sum(
+        seq.constraint.num_bytes
+        for request in requests
+        for seq in request.seqs
+        if seq.constraint is not None
+    )
 
 
 def block_map(seqs: Iterable[Sequence], kv: KvManager, groups: Iterable[KvGroup]) -> BlockMap:

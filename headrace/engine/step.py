@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from headrace.backend import Executable
 from headrace.batch import Commit
 from headrace.engine.build import build_batch
-from headrace.engine.finish import fail_request, receive_tokens
+from headrace.engine.finish import fail_sequences, receive_tokens
 from headrace.engine.in_flight import InFlightStep
 from headrace.engine.jump_forward import JumpForward
 from headrace.engine.multi_step import MultiStep
@@ -118,9 +118,9 @@ class StepLoop:
 
         # Accept: each sequence that continues gets a commit.
         commits, failures = resolve_step(step, results, self.scheduler, self.tokenizer)
-        for request, error in failures:
-            fail_request(request, error, self.scheduler)
-        # The siblings of a failed sequence have ended with it.
+        for seqs, error in failures:
+            fail_sequences(seqs, error, self.scheduler)
+        # The siblings of a sequence whose prompt failed have ended with it.
         commits = [
             (item, commit) for item, commit in commits if item.seq.output.finish_reason is None
         ]

@@ -1,6 +1,7 @@
 """Grammar, allowed tokens and bad words of an output as one mask."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import field
 from functools import cached_property
 from itertools import product
@@ -8,7 +9,7 @@ from itertools import product
 import numpy as np
 
 from headrace.batch import DraftTree
-from headrace.constraint import MASK_BITS, GrammarState, Mask, Masks, mask_of
+from headrace.constraint import MASK_BITS, GrammarState, Mask, Masks, allows, mask_of
 from headrace.errors import ConstraintError, RequestError
 from headrace.grammar.grammars import Grammars, Vocabulary
 from headrace.record import frozen
@@ -32,107 +33,155 @@ class Rules:
         return max((len(word) - 1 for word in self.bad_words), default=0)
 
 
-class OutputConstraint:
-    """A `Constraint` on an output of `length` tokens whose last tokens are `recent`."""
+_Path = tuple[int, ...]
+"""Draft tokens after the output."""
 
-    def __init__(
-        self,
-        rules: Rules,
-        state: GrammarState | None,
-        length: int = 0,
-        recent: tuple[int, ...] = (),
-    ) -> None:
+
+class OutputConstraint:
+    """The `Constraint` of one output.
+
+    The grammar's state follows the output and moves along its drafts: memory grows only by what
+    the state keeps of each token, and a token costs the same at any length.
+    """
+
+    def __init__(self, rules: Rules, state: GrammarState | None) -> None:
         self.changes = state is not None or bool(rules.bad_words)
         self._rules = rules
         self._state = state
-        self._length = length
-        self._recent = recent
-        self._next: dict[int, OutputConstraint] = {}
+        self._length = 0
+        self._recent: _Path = ()
+        """The last tokens of the output, as many as bad words need."""
+        self._draft: _Path = ()
+        """Draft tokens that the state has passed."""
+        self._masks: dict[_Path, Mask | None] = {}
+        """Masks after the output and its drafts; None if the output ends there."""
 
-    @cached_property
+    @property
+    def num_bytes(self) -> int:
+        masks = len(self._masks) * self._rules.allowed.nbytes
+        return masks + (self._state.num_bytes if self._state else 0)
+
+    @property
     def mask(self) -> Mask:
-        rules = self._rules
-        if self._state is None:
-            mask = rules.allowed.copy()
-        else:
-            mask = np.empty_like(rules.allowed)
-            self._state.fill(mask)
-            others = mask & ~rules.ends
-            # If only stop tokens continue the text, one of them is its last token.
-            if self._state.is_complete or others.any():
-                mask = others
-            if self._state.is_complete and self._length >= rules.min_tokens:
-                mask |= rules.ends
-            mask &= rules.allowed
-        for *before, last in rules.bad_words:
-            if self._recent[-len(before) :] == tuple(before):
-                mask[last // MASK_BITS] &= ~np.uint32(1 << last % MASK_BITS)
-        if not mask.any() and not (self._state and self._state.is_complete):
-            raise ConstraintError(
-                "no token can follow; let structured_outputs, allowed_token_ids and bad_words "
-                "allow more"
-            )
-        mask.flags.writeable = False  # drafts and forks of the output share it
+        mask = self._masks.get(())
+        if mask is None:
+            mask = self._masks[()] = self._compute(())
         return mask
 
     @property
     def must_end(self) -> bool:
         return not self.mask.any()
 
-    def after(self, token: int) -> "OutputConstraint":
+    def push(self, token: int) -> None:
         if not self.changes:
-            return self
-        found = self._next.get(token)
-        if found is None:
-            state = self._state and self._state.after(token)
-            recent = (
-                (*self._recent, token)[-self._rules.num_recent :] if self._rules.num_recent else ()
-            )
-            found = self._next[token] = OutputConstraint(
-                self._rules, state, self._length + 1, recent
-            )
-        return found
+            return
+        self._move((token,))
+        self._draft = ()
+        self._length += 1
+        self._recent = self._last((token,))
+        self._masks = {
+            draft[1:]: mask for draft, mask in self._masks.items() if draft[:1] == (token,)
+        }
 
-    def continuation(self, token: int) -> "OutputConstraint | None":
-        if token in self._rules.end_ids:
+    def clone(self) -> "OutputConstraint":
+        clone = copy(self)
+        clone._state = self._state and self._state.clone()
+        clone._masks = self._masks.copy()
+        return clone
+
+    def mask_after(self, draft: Sequence[int]) -> Mask | None:
+        path = tuple(draft) if self.changes else ()
+        if draft[-1] in self._rules.end_ids:
             return None
-        try:
-            found = self.after(token)
-            return None if found.must_end else found
-        except ConstraintError:
-            return None
+        if path not in self._masks:
+            try:
+                mask = self._compute(path)
+                self._masks[path] = mask if mask.any() else None
+            except ConstraintError:
+                self._masks[path] = None
+        return self._masks[path]
 
     def forced(self, max_tokens: int) -> list[int]:
         tokens: list[int] = []
-        current: OutputConstraint | None = self
-        while current and len(tokens) < max_tokens:
-            mask = current.mask
+        mask: Mask | None = self.mask
+        while mask is not None and len(tokens) < max_tokens:
             if int(np.bitwise_count(mask).sum()) != 1:
                 break
             word = int(np.flatnonzero(mask)[0])
-            token = word * MASK_BITS + int(mask[word]).bit_length() - 1
-            current = current.continuation(token)
-            if current:
-                tokens.append(token)
+            tokens.append(word * MASK_BITS + int(mask[word]).bit_length() - 1)
+            mask = self.mask_after(tokens)
+        if mask is None:  # the output ends with the last token
+            tokens.pop()
         return tokens
 
     def allowed_nodes(self, draft: DraftTree) -> list[int]:
-        return [node for node, (_, is_allowed) in enumerate(self._walk(draft)) if is_allowed]
+        return [node for node, (_, is_allowed) in enumerate(self._try(draft)) if is_allowed]
 
     def masks(self, draft: DraftTree) -> Masks:
         if not draft.tokens:
             return self.mask[None]
-        return np.stack([self.mask, *((after or self).mask for after, _ in self._walk(draft))])
+        here = self.mask
+        return np.stack([here, *(here if mask is None else mask for mask, _ in self._try(draft))])
 
-    def _walk(self, draft: DraftTree) -> Iterator[tuple["OutputConstraint | None", bool]]:
-        after: list[OutputConstraint | None] = []
+    def _try(self, draft: DraftTree) -> Iterator[tuple[Mask | None, bool]]:
+        """Yield the mask after each node, and whether the node is allowed."""
+        masks: list[Mask | None] = []
+        paths: list[_Path] = []
         for token, parent in zip(draft.tokens, draft.parents, strict=True):
-            before = self if parent < 0 else after[parent]
-            is_allowed = before is not None and bool(
-                before.mask[token // MASK_BITS] >> np.uint32(token % MASK_BITS) & 1
+            before = self.mask if parent < 0 else masks[parent]
+            is_allowed = before is not None and allows(before, token)
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+            masks.append(self.mask_after(paths[-1]) if is_allowed else None)
+            yield masks[-1], is_allowed
+
+    def _move(self, path: _Path) -> None:
+        """Move the state from its draft to another. Raises ConstraintError."""
+        if self._state is None:
+            return
+        num_common = _num_common(self._draft, path)
+        if num_common < len(self._draft):
+            self._state.rollback(len(self._draft) - num_common)
+        for end in range(num_common, len(path)):
+            self._draft = path[: end + 1]
+            self._state.advance(path[end])
+        self._draft = path
+
+    def _last(self, path: _Path) -> _Path:
+        num_recent = self._rules.num_recent
+        return (*self._recent, *path)[-num_recent:] if num_recent else ()
+
+    def _compute(self, path: _Path) -> Mask:
+        rules, state = self._rules, self._state
+        if state is None:
+            mask = rules.allowed.copy()
+        else:
+            self._move(path)
+            mask = np.empty_like(rules.allowed)
+            state.fill(mask)
+            others = mask & ~rules.ends
+            # If only stop tokens continue the text, one of them is its last token.
+            if state.is_complete or others.any():
+                mask = others
+            if state.is_complete and self._length + len(path) >= rules.min_tokens:
+                mask |= rules.ends
+            mask &= rules.allowed
+        recent = self._last(path)
+        for *before, last in rules.bad_words:
+            if recent[-len(before) :] == tuple(before):
+                mask[last // MASK_BITS] &= ~np.uint32(1 << last % MASK_BITS)
+        if not mask.any() and not (state and state.is_complete):
+            raise ConstraintError(
+                "no token can follow; let structured_outputs, allowed_token_ids and bad_words "
+                "allow more"
             )
-            after.append(before.continuation(token) if before and is_allowed else None)
-            yield after[-1], is_allowed
+        mask.flags.writeable = False  # clones of the output share it
+        return mask
+
+
+def _num_common(one: _Path, other: _Path) -> int:
+    """The length of the common beginning."""
+    different = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(different, min(len(one), len(other)))
 
 
 class Constraints:

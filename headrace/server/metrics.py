@@ -38,6 +38,7 @@ _GAUGES = {
     "blocks_total": ("headrace_kv_blocks", ""),
     "blocks_free": ("headrace_kv_blocks_free", ""),
     "kv_host_bytes": ("headrace_kv_host_bytes", ""),
+    "grammar_bytes": ("headrace_grammar_bytes", ""),
     "tokens_per_second": ("headrace_tokens_per_second", ""),
 }
 _COUNTERS = {

@@ -265,6 +265,22 @@ def test_structured_outputs_with_draft_models(how: str, order: list[int], **opti
     keeps_the_promise(engine, order, 1, alone(0), exact=True, requests=REQUESTS)
 
 
+def test_padding_of_a_static_batch_has_no_drafts() -> None:
+    engine, _ = draft_engine(
+        model(0),
+        "draft_model",
+        draft=model(1),
+        vocabulary=JsonVocabulary(),
+        slots=1600,
+        batching="static",
+        adaptive_speculation=False,
+    )
+    order = [3, 0, 2]  # the first ends long before the others
+    keeps_the_promise(engine, order, 0, alone(0), exact=True, requests=REQUESTS)
+    stats = engine.stats()
+    assert stats.proposer_failures == 0 < stats.drafted
+
+
 @pytest.mark.parametrize("method", ["rejection", "typical"])
 @settings(max_examples=10, deadline=None)
 @given(
@@ -423,6 +439,34 @@ class TestFailures:
             assert isinstance(result.error, ConstraintError)
             assert all(output.finish_reason == "error" for output in result.outputs)
         assert engine.stats().blocks_free == engine.stats().blocks_total and not engine.has_work
+
+    def test_a_dead_end_ends_its_output_alone(self) -> None:
+        """What the other outputs of the request are does not depend on the batch."""
+        vocabulary = JsonVocabulary()
+        vocabulary.pieces[vocabulary.pieces.index(b"z")] = b"zz"
+        regex = "a[zs]{3}z|b+"  # a dead end if `zz` is too long
+        asked = SamplingParams(seed=0, n=12, temperature=5.0, max_tokens=30, **asking(regex=regex))
+        request = ([1], asked)
+        options = {"vocabulary": vocabulary, "kv_dtype": "f32", "slots": 3200}
+        (expected,) = run_all(tiny_engine(model(0), "cpu", **options), [request])
+        reasons = {output.finish_reason for output in expected.outputs}
+        assert reasons == {"error", "stop"} and isinstance(expected.error, ConstraintError)
+        for output in expected.outputs:
+            is_dead = output.finish_reason == "error"
+            assert is_dead or re.fullmatch(regex, output.text)
+
+        known = truth([expected], [0])
+        others: list[dict[str, Any]] = [
+            {"proposer": RandomTrees(3, VOCAB, known, 9)},
+            {"proposer": "ngram", "slots": 320},
+            {"batching": "static"},
+        ]
+        for other in others:
+            engine = tiny_engine(model(0), "cpu", **options | other)
+            result = run_all(engine, [request, REQUESTS[PLAIN]])[0]
+            same(result, expected, exact=True)
+            assert str(result.error) == str(expected.error)
+            assert engine.stats().blocks_free == engine.stats().blocks_total
 
     def test_a_grammar_without_any_text_is_refused(self) -> None:
         engine = engine_of()

@@ -100,6 +100,7 @@ def random_text(
     It prefers tokens that begin with a digit or close something.
     """
     ids: list[int] = []
+    state = state.clone()
     while found := allowed(state, tokenizer.vocab_size + BEYOND):
         if (state.is_complete and rng.random() < 0.5) or len(ids) == most:
             break
@@ -107,7 +108,7 @@ def random_text(
         found = rng.sample(found, min(len(found), 300))
         closing = [token for token in found if set(tokenizer.token_bytes(token)) & set(b'"]}')]
         ids.append(rng.choice(closing if closing and rng.random() < 0.5 else found))
-        state = state.after(ids[-1])
+        state.advance(ids[-1])
     decoder = tokenizer.decoder(continues=True)
     return "".join(map(decoder.push, ids)) + decoder.flush() if state.is_complete else None
 
@@ -171,26 +172,44 @@ def test_a_forced_text_has_one_token_at_each_place(
     while found := allowed(state, tokenizer.vocab_size + BEYOND):
         assert len(found) == 1
         ids += found
-        state = state.after(found[0])
+        state.advance(found[0])
     assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
     if not tokenizer.vocabulary.strip_space:
         assert ids == tokenizer.encode(text, add_special=False)
 
 
-def test_a_grammar_state_never_changes(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_a_state_moves_forward_and_back(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """After any moves its mask is the mask of a new state that reads the same tokens."""
+    size, rng = tokenizer.vocab_size + BEYOND, random.Random(0)
+    begin = grammars.compile(StructuredOutputs(regex="(a|b)(c|d)*([0-9]{2})?"))
+    state, path = begin.clone(), list[int]()
+    for _ in range(80):
+        found = allowed(state, size)
+        if path and (not found or rng.random() < 0.4):
+            count = rng.randint(1, len(path))
+            state.rollback(count)
+            del path[len(path) - count :]
+        else:
+            path.append(rng.choice(found))
+            state.advance(path[-1])
+        fresh = begin.clone()
+        for token in path:
+            fresh.advance(token)
+        assert allowed(state, size) == allowed(fresh, size)
+        assert (state.is_complete, state.num_bytes) == (fresh.is_complete, fresh.num_bytes)
+    assert not begin.is_complete
+
+
+def test_rollback_forgets_an_error(grammars: Grammars, tokenizer: Tokenizer) -> None:
     size = tokenizer.vocab_size + BEYOND
-    begin = grammars.compile(StructuredOutputs(regex="(a|b)(c|d)*"))
-    first = allowed(begin, size)
-    for token in first:
-        behind = begin.after(token)
-        seen = allowed(behind, size)
-        assert behind.is_complete and not begin.is_complete
-        for other in seen[:3]:
-            behind.after(other)
-        assert allowed(behind, size) == seen
-    assert allowed(begin, size) == first
-    with pytest.raises(ConstraintError, match="cannot continue"):
-        begin.after(next(token for token in range(size) if token not in first))
+    state = grammars.compile(StructuredOutputs(regex="(a|b)(c|d)*"))
+    state.advance(allowed(state, size)[0])
+    seen = allowed(state, size)
+    for _ in range(2):
+        with pytest.raises(ConstraintError, match="cannot continue"):
+            state.advance(next(token for token in range(size) if token not in seen))
+    state.rollback(2)
+    assert allowed(state, size) == seen and state.is_complete
 
 
 SMALL = Grammars(JsonVocabulary(), VOCAB)
@@ -265,7 +284,7 @@ def test_a_hostile_grammar_is_compiled_or_refused(outputs: dict[str, Any]) -> No
     try:
         state = SMALL.compile(StructuredOutputs(**outputs))
         for _ in range(20):
-            state = state.after(allowed(state, VOCAB)[0])
+            state.advance(allowed(state, VOCAB)[0])
     except (RequestError, ConstraintError, IndexError):
         pass  # the end of a text
 

@@ -140,7 +140,8 @@ def written(outputs: StructuredOutputs, seed: int) -> Any:
         # Brackets and quotes end values soon.
         ends = [token for token in allowed if LETTERS[token] in '"}]']
         token = rng.choice(ends if ends and rng.random() < 0.4 else allowed)
-        state, text = state.after(token), text + LETTERS[token]
+        state.advance(token)
+        text += LETTERS[token]
     return None
 
 
@@ -250,7 +251,7 @@ def test_gbnf_is_a_grammar(grammar: str, text: str, allowed: bool) -> None:
         fits.append(bool(mask[token // 32] >> np.uint32(token % 32) & 1))
         if not fits[-1]:
             break
-        state = state.after(token)
+        state.advance(token)
     assert all(fits) == allowed
 
 

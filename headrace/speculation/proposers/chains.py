@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backend import Executable
-from headrace.batch import NO_DRAFT, DraftTree
-from headrace.constraint import Constraint
+from headrace.batch import DraftTree
+from headrace.constraint import Constraint, Mask
 from headrace.kv.manager import Tables
 from headrace.kv.rows import TokenRun, batch_of_runs
 from headrace.logit_ops import Expand, Expanded, SamplerState
@@ -30,6 +30,8 @@ class Chain:
     probabilities: list[NDArray[np.float64]] | None
     """The distribution [vocab] that each node was sampled from."""
     constraint: Constraint | None = None
+    mask: Mask | None = None
+    """Allowed tokens below the end, if there is a constraint."""
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     end: int = -1
@@ -64,7 +66,7 @@ class Chain:
             seq_index=self.seq_index,
             width=min(width, self.num_left),
             probabilities=self.probabilities is not None,
-            masks=None if self.constraint is None else self.constraint.masks(NO_DRAFT),
+            masks=None if self.mask is None else self.mask[None],
         )
 
     def grow(self, expanded: Expanded, width: int) -> None:
@@ -79,8 +81,8 @@ class Chain:
         self.end = node
         self.position += 1
         if self.constraint is not None:
-            self.constraint = self.constraint.continuation(expanded.tokens[0])
-            if self.constraint is None:  # the output ends here
+            self.mask = self.constraint.mask_after(self.path)
+            if self.mask is None:  # the output ends here
                 self.budget = len(self.tokens)
         self.run = TokenRun(
             [self.tokens[node]], self.run.computed + len(self.run.tokens), self.run.tables
@@ -100,6 +102,7 @@ def chain(
         budget=budget,
         probabilities=[] if probabilities else None,
         constraint=seq.constraint,
+        mask=None if seq.constraint is None else seq.constraint.mask,
     )
 
 
