@@ -23,6 +23,8 @@ from tests.engine import toy
 from tests.texts import NAME, ROOT, files, texts
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
+GENERATED = {ROOT / "docs/reference/fields.md"}
+"""Pages with names of other projects; a test of their own compares them with the code."""
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 
 _FILE = re.compile(r"(?![~.])[\w./-]+(/|\.(py|h|cpp|md|toml|svg))")
@@ -196,8 +198,8 @@ def anchors(page: Path) -> set[str]:
 class TestThePages:
     @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
     def test_size(self, page: Path) -> None:
-        max_lines = {"architecture.md": 250, "glossary.md": 80, "cli.md": 2000}.get(page.name, 200)
-        assert len(page.read_text().splitlines()) <= max_lines
+        max_lines = {"architecture.md": 250, "glossary.md": 80, "cli.md": 2000, "fields.md": 400}
+        assert len(page.read_text().splitlines()) <= max_lines.get(page.name, 200)
 
     @pytest.mark.parametrize(
         "page",
@@ -228,7 +230,7 @@ class TestThePages:
         named = [span for span in spans(page) if _FILE.fullmatch(span)]
         assert not [span for span in named if not any((place / span).exists() for place in places)]
 
-    @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+    @pytest.mark.parametrize("page", {*PAGES} - GENERATED, ids=lambda page: page.name)
     def test_names_are_there(self, page: Path) -> None:
         named = [
             span for span in spans(page) if _CODE_NAME.fullmatch(span) and not _FILE.fullmatch(span)

@@ -4,8 +4,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from headrace.request import MAX_SALT_CHARACTERS
 from headrace.server.field_types import FUNCTION_NAME, MAX_TOOLS, BlockKind, StopTexts
-from headrace.server.openai_records import MAX_MESSAGES, TopP
+from headrace.server.openai_records import MAX_MESSAGES, Thinking, TopP
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -48,10 +49,18 @@ class AnthropicToolChoice(msgspec.Struct, frozen=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class AnthropicThinking(msgspec.Struct, frozen=True):
-    """Whether the model writes reasoning first."""
+class JsonFormat(msgspec.Struct, frozen=True):
+    """A JSON schema that the text must match."""
 
-    type: Literal["enabled", "adaptive", "disabled"]
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    """The amount of reasoning, and the format of the text."""
+
+    effort: str | None = None
+    format: JsonFormat | None = None
 
 
 class CountTokensRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +71,11 @@ class CountTokensRequest(msgspec.Struct, frozen=True, kw_only=True):
     system: str | list[Block] | None = None
     tools: Annotated[list[AnthropicTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: AnthropicToolChoice | None = None
-    thinking: AnthropicThinking | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = None
+    """An older name of `output_config.format`."""
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
@@ -74,3 +87,4 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     top_p: TopP | None = None
     top_k: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
     stop_sequences: StopTexts | None = None
+    cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_SALT_CHARACTERS)] | None = None

@@ -13,22 +13,23 @@ from headrace.request import RequestOptions
 from headrace.server.asgi_app import sse_error
 from headrace.server.conversation import Conversation, Generation, OutputChunk, generate
 from headrace.server.errors import invalid
-from headrace.server.generation import sampling_params
+from headrace.server.generation import check_stream, sampling_params
 from headrace.server.http_exchange import SSE_DONE, HttpExchange, sse_event
-from headrace.server.logprobs import chat_logprobs
+from headrace.server.logprobs import LogprobWriter, prompt_logprobs
 from headrace.server.openai_records import ChatRequest
 from headrace.server.output_parsers.openai import (
     ChatMessageBuilder,
     chat_delta,
     chat_finish_reason,
 )
-from headrace.server.state import ServerState
+from headrace.server.state import ServerState, Truncation
 
 
 async def chat_completions(http: HttpExchange, state: ServerState) -> None:
     """Generate the next message of a conversation, with one response or a stream of events."""
     request = await http.read(ChatRequest)
-    if request.top_logprobs is not None and not request.logprobs:
+    check_stream(request)
+    if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs needs logprobs; set logprobs to true", "top_logprobs")
 
     async with generate(http, state, _conversation(state, request)) as generation:
@@ -41,37 +42,71 @@ async def chat_completions(http: HttpExchange, state: ServerState) -> None:
 
 def _conversation(state: ServerState, request: ChatRequest) -> Conversation:
     messages = [msgspec.to_builtins(message) for message in request.messages]
+    tools, tool_choice = _tools(request)
     params = sampling_params(
         request,
         state.advised_sampling,
         strict_schemas=state.settings.strict_schemas,
         max_tokens=request.max_completion_tokens or request.max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        prompt_logprobs=request.prompt_logprobs,
     )
+    template_kwargs = {} if request.verbosity is None else {"verbosity": request.verbosity}
     return Conversation(
         model=request.model,
         messages=messages,
         params=params,
-        tools=request.tools,
-        tool_choice=request.tool_choice,
-        parallel_tool_calls=request.parallel_tool_calls is not False,
+        tools=tools,
+        tool_choice=tool_choice,
+        parallel_tool_calls=request.parallel_tool_calls is not False and not request.functions,
         documents=request.documents,
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=bool(request.continue_final_message),
-        chat_template_kwargs=request.chat_template_kwargs,
+        chat_template_kwargs=template_kwargs | (request.chat_template_kwargs or {}),
         chat_template=state.named_template(request.chat_template),
         reasoning_effort=request.reasoning_effort,
+        thinking=request.thinking.is_on if request.thinking else None,
+        include_reasoning=request.include_reasoning is not False,
+        max_tokens_field=(
+            "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        ),
+        truncation=Truncation(request.truncate_prompt_tokens, request.truncation_side),
+        stream_interval=request.stream_interval if request.stream else None,
         options=RequestOptions(priority=request.priority or 0, cache_salt=request.cache_salt),
     )
+
+
+def _tools(
+    request: ChatRequest,
+) -> tuple[list[dict[str, Any]] | None, str | dict[str, Any] | None]:
+    """Return `tools` and `tool_choice`, converted from `functions` and `function_call`."""
+    if request.functions is None:
+        if request.function_call is not None:
+            raise invalid("function_call needs functions; use tools and tool_choice", "functions")
+        return request.tools, request.tool_choice
+    if request.tools is not None:
+        raise invalid("functions and tools are two forms of one field; send tools", "functions")
+    tools = [{"type": "function", "function": function} for function in request.functions]
+    choice = request.function_call
+    if isinstance(choice, dict):
+        return tools, {"type": "function", "function": choice}
+    return tools, choice
 
 
 class _Response:
     def __init__(self, request: ChatRequest, generation: Generation, tokenizer: Tokenizer) -> None:
         self._request = request
         self._generation = generation
-        self._tokenizer = tokenizer
+        self._writer = LogprobWriter(
+            tokenizer,
+            request.top_logprobs or 0,
+            as_ids=bool(request.return_tokens_as_token_ids),
+        )
+        self._as_function = request.functions is not None
+        """Whether a tool call has the form before `tool_calls`."""
+        self._echo = _echo(request)
         self._head = {
-            "id": f"chatcmpl-{uuid4().hex}",
+            "id": f"chatcmpl-{request.request_id or uuid4().hex}",
             "created": int(time()),
             "model": generation.model,
         }
@@ -91,21 +126,37 @@ class _Response:
             choice["token_ids"] += chunk.token_ids
             choice["logprobs"] += chunk.logprobs
             if chunk.finish_reason:
-                reason = chat_finish_reason(chunk.finish_reason, message.has_tool_calls)
-                choice["finish_reason"] = reason
+                choice["finish_reason"] = self._reason(chunk, message.has_tool_calls)
                 choice["stop_reason"] = chunk.stop_reason
 
         for choice, message in zip(choices, messages, strict=True):
-            choice["message"] = message.as_json()
+            choice["message"] = self._message(message)
             choice["logprobs"] = self._scores(choice["logprobs"])
             if not self._request.return_token_ids:
                 del choice["token_ids"]
-        return self._head | {
+        body = self._head | {
             "object": "chat.completion",
             "choices": choices,
             "usage": self._generation.usage.as_json(),
             "timing": self._generation.timing,
         }
+        if self._request.return_token_ids:
+            body["prompt_token_ids"] = self._generation.prompt_token_ids
+        if (scores := self._generation.prompt_logprobs) is not None:
+            body["prompt_logprobs"] = prompt_logprobs(scores)
+        return body
+
+    def _message(self, builder: ChatMessageBuilder) -> dict[str, Any]:
+        message = builder.as_json()
+        if self._echo:
+            message["content"] = self._echo + (message["content"] or "")
+        if self._as_function and (calls := message.pop("tool_calls", None)):
+            message["function_call"] = calls[0]["function"]
+        return message
+
+    def _reason(self, chunk: OutputChunk, has_tool_calls: bool) -> str | None:
+        reason = chat_finish_reason(chunk.finish_reason, has_tool_calls)
+        return "function_call" if reason == "tool_calls" and self._as_function else reason
 
     async def events(self) -> AsyncGenerator[bytes]:
         n = self._generation.n
@@ -115,19 +166,24 @@ class _Response:
                 index = chunk.index
                 if not started[index]:
                     started[index] = True
-                    yield self._event(index, {"role": "assistant", "content": ""})
+                    yield self._event(index, {"role": "assistant", "content": self._echo})
 
                 # The first delta of a step carries the step's tokens and log-probabilities.
                 scored: OutputChunk | None = chunk
                 for delta in map(chat_delta, chunk.deltas):
-                    has_tool_calls[index] |= "tool_calls" in delta
+                    if calls := delta.get("tool_calls"):
+                        has_tool_calls[index] = True
+                        if self._as_function and calls[0]["index"]:
+                            continue  # this form has one call
+                        if self._as_function:
+                            delta = {"function_call": calls[0]["function"]}
                     yield self._event(index, delta, scored)
                     scored = None
-                if scored and chunk.logprobs:
+                if scored and (chunk.logprobs or self._request.return_token_ids):
                     yield self._event(index, {"content": ""}, scored)
 
                 if chunk.finish_reason:
-                    reason = chat_finish_reason(chunk.finish_reason, has_tool_calls[index])
+                    reason = self._reason(chunk, has_tool_calls[index])
                     yield self._event(
                         index, {}, finish_reason=reason, stop_reason=chunk.stop_reason
                     )
@@ -157,6 +213,8 @@ class _Response:
         if finish_reason:
             choice["stop_reason"] = stop_reason
         body = self._head | {"object": "chat.completion.chunk", "choices": [choice]}
+        if self._request.return_token_ids and "role" in delta:
+            body["prompt_token_ids"] = self._generation.prompt_token_ids
         if self._with_usage:
             usage = self._generation.usage
             body["usage"] = usage.as_json() if self._always_with_usage else None
@@ -176,4 +234,14 @@ class _Response:
     def _scores(self, entries: list[Logprobs]) -> dict[str, Any] | None:
         if not self._request.logprobs:
             return None
-        return chat_logprobs(entries, self._request.top_logprobs or 0, self._tokenizer)
+        return {"content": self._writer.chat(entries), "refusal": None}
+
+
+def _echo(request: ChatRequest) -> str:
+    """The text of the last message, if the request asks to repeat what it lets continue."""
+    last = request.messages[-1]
+    if not request.echo or last.role != "assistant":
+        return ""
+    if isinstance(last.content, list):
+        return "\n".join(part.text or "" for part in last.content)
+    return last.content or ""

@@ -15,14 +15,14 @@ from headrace.remote.stream import Stream
 from headrace.request import DEFAULT_OPTIONS, RequestOptions
 from headrace.sampling_params import SamplingParams
 from headrace.server.errors import ApiError, invalid
-from headrace.server.generation import RequestTimer, Usage, finish_reason
+from headrace.server.generation import RequestTimer, StreamInterval, Usage, finish_reason
 from headrace.server.http_exchange import HttpExchange
 from headrace.server.output_parsers.deltas import Delta, Reasoning
 from headrace.server.output_parsers.parser import OutputParser
 from headrace.server.output_parsers.tool_grammar import tool_grammar
 from headrace.server.output_parsers.tools import Tool, ToolChoice, read_tool_choice, read_tools
 from headrace.server.response_format import errors_name
-from headrace.server.state import ServerState
+from headrace.server.state import NO_TRUNCATION, ServerState, Truncation
 from headrace.structured_outputs import StructuredOutputs
 
 
@@ -42,6 +42,12 @@ class Conversation:
     chat_template_kwargs: Mapping[str, Any] | None = None
     chat_template: str | None = None
     reasoning_effort: str | None = None
+    thinking: bool | None = None
+    """Whether the template begins reasoning, if it has such a switch."""
+    include_reasoning: bool = True
+    max_tokens_field: str = "max_tokens"
+    truncation: Truncation = NO_TRUNCATION
+    stream_interval: int | None = None
     schema_field: str = "function.parameters"
     """Field of a tool that has its schema."""
     options: RequestOptions = DEFAULT_OPTIONS
@@ -65,25 +71,35 @@ class Generation:
     stream: Stream
     parsers: list[OutputParser]
     timer: RequestTimer
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[Logprobs | None] | None = None
+    """Set when the generation ends."""
+    include_reasoning: bool = True
+    stream_interval: int | None = None
     timing: dict[str, float] = field(default_factory=dict)
     """Seconds in the queue, in prefill and in decoding; set when the generation ends."""
 
     async def chunks(self) -> AsyncIterator[OutputChunk]:
         """Yield each step's output. Raises the error that ended the generation."""
-        async for item in self.stream:
-            if isinstance(item, frames.Ended):
-                self.timer.end(item)
-                self.usage.cached, self.timing = item.cached_tokens, self.timer.timing
+        interval = StreamInterval(self.stream_interval)
+        async for event in self.stream:
+            if isinstance(event, frames.Ended):
+                self.timer.end(event)
+                self.usage.cached, self.timing = event.cached_tokens, self.timer.timing
+                self.prompt_logprobs = event.prompt_logprobs
                 continue
-            num_tokens = len(item.token_ids)
-            self.usage.completion += num_tokens
-            self.timer.add_tokens(num_tokens)
+            self.usage.completion += len(event.token_ids)
+            self.timer.add_tokens(len(event.token_ids))
+            if (item := interval.push(event.index, event)) is None:
+                continue
             parser, reason = self.parsers[item.index], finish_reason(item)
             deltas = parser.push(item.text)
             if item.finish_reason:
                 deltas += parser.finish()
             if deltas and all(isinstance(delta, Reasoning) for delta in deltas):
-                self.usage.reasoning += num_tokens
+                self.usage.reasoning += len(item.token_ids)
+            if not self.include_reasoning:
+                deltas = [delta for delta in deltas if not isinstance(delta, Reasoning)]
             yield OutputChunk(
                 index=item.index,
                 deltas=deltas,
@@ -129,6 +145,9 @@ async def generate(
                     for _ in range(params.n)
                 ],
                 timer=RequestTimer(state.metrics),
+                prompt_token_ids=prompt,
+                include_reasoning=conversation.include_reasoning,
+                stream_interval=conversation.stream_interval,
             )
 
 
@@ -167,7 +186,13 @@ async def _tokenize(
         texts.append(prompt.text or "")
         return prompt
 
-    ids = await state.tokenize(read, "messages", max_tokens)
+    ids = await state.tokenize(
+        read,
+        "messages",
+        max_tokens,
+        max_tokens_field=conversation.max_tokens_field,
+        truncation=conversation.truncation,
+    )
     return texts[0], ids
 
 
@@ -177,6 +202,8 @@ def _render(state: ServerState, conversation: Conversation, choice: ToolChoice) 
     if effort is not None:
         template_kwargs.setdefault("reasoning_effort", effort)
         template_kwargs.setdefault("enable_thinking", effort != "none")
+    elif conversation.thinking is not None:
+        template_kwargs.setdefault("enable_thinking", conversation.thinking)
     return state.prompt_reader.read_chat(
         conversation.messages,
         tools=conversation.tools if conversation.tools and choice.mode != "none" else None,

@@ -8,23 +8,15 @@ from headrace.remote.errors import RefusedError
 from headrace.remote.stream import Stream
 from headrace.request import PoolingParams, RequestOptions
 from headrace.server.completions import prompt_list, tokenize_prompts
-from headrace.server.errors import ApiError
 from headrace.server.http_exchange import HttpExchange
 from headrace.server.openai_records import EmbeddingRequest
-from headrace.server.state import ServerState, merge_streams, timeout_error
+from headrace.server.state import ServerState, Truncation, merge_streams, timeout_error
 
 
 async def embeddings(http: HttpExchange, state: ServerState) -> None:
     """Embed texts or token ids; by default from the last token, as vectors of unit norm."""
     request = await http.read(EmbeddingRequest)
     adapter = state.resolve_adapter(request.model)
-    if request.dimensions is not None:
-        raise ApiError(
-            400,
-            "unsupported_parameter",
-            "dimensions cannot be chosen for this model; leave the field out",
-            param="dimensions",
-        )
     pooling = PoolingParams(
         pooling=request.pooling or "last", normalise=request.normalize is not False
     )
@@ -36,6 +28,7 @@ async def embeddings(http: HttpExchange, state: ServerState) -> None:
             texts,
             "input",
             max_tokens=0,
+            truncation=Truncation(request.truncate_prompt_tokens, request.truncation_side),
             add_special_tokens=request.add_special_tokens is not False,
             parse_special=request.parse_special is not False,
         )

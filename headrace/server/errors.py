@@ -84,6 +84,16 @@ def message_error(error: MessageError) -> ApiError:
 def prompt_too_long(
     num_tokens: int, max_tokens: int | None, max_model_len: int, param: str
 ) -> ApiError:
+    """Make the error of a prompt and `max_tokens` that together exceed the context."""
+    if max_tokens and num_tokens < max_model_len:
+        # Claude Code and other clients read the numbers of Anthropic's message.
+        return invalid(
+            f"input length and `max_tokens` exceed context limit: {num_tokens} + {max_tokens} > "
+            f"{max_model_len}; this model's maximum context length is {max_model_len:,} tokens; "
+            f"decrease {param}",
+            param,
+            "context_length_exceeded",
+        )
     output = f"max_tokens is {max_tokens:,}" if max_tokens else "that leaves no space for an output"
     return context_exceeded(f"the prompt has {num_tokens:,}, and {output}", max_model_len, param)
 

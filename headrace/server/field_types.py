@@ -74,6 +74,11 @@ FlatTools = Annotated[
     msgspec.Meta(max_length=MAX_TOOLS),
 ]
 """Tools of the Responses API: the function's fields stand next to the type."""
+Functions = Annotated[
+    list[Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=_FUNCTION)]],
+    msgspec.Meta(min_length=1, max_length=MAX_TOOLS),
+]
+"""Tools in the form before `tools`."""
 ToolCalls = Annotated[
     list[Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=_object(function=_NAMED))]],
     msgspec.Meta(max_length=MAX_TOOLS),
@@ -81,6 +86,10 @@ ToolCalls = Annotated[
 _Choice = Annotated[str, _one_of(("none", "auto", "required"))]
 ToolChoice = (
     _Choice | Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=_object(function=_NAMED))]
+)
+FunctionCall = (
+    Annotated[str, _one_of(("none", "auto"))]
+    | Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=_NAMED)]
 )
 FlatToolChoice = (
     _Choice

@@ -12,9 +12,9 @@ from headrace.outputs import Logprobs
 from headrace.remote import frames
 from headrace.remote.errors import RefusedError
 from headrace.sampling_params import SAMPLING_FIELDS, SamplingParams
-from headrace.server.errors import request_error
+from headrace.server.errors import ApiError, invalid, request_error
 from headrace.server.metrics import Metrics
-from headrace.server.openai_records import Sampling
+from headrace.server.openai_records import Sampling, SharedSampling
 from headrace.server.response_format import structured_outputs
 from headrace.server.state import timeout_error, unsigned_seed
 
@@ -27,7 +27,7 @@ _SAME_NAME = [
 
 
 def sampling_params(
-    request: Sampling,
+    request: SharedSampling,
     advised: Mapping[str, Any],
     *,
     max_tokens: int | None,
@@ -39,7 +39,8 @@ def sampling_params(
 
     `advised` fills fields that the request leaves out, except in beam search.
     """
-    options = {} if request.use_beam_search else dict(advised)
+    is_beam_search = isinstance(request, Sampling) and request.use_beam_search
+    options = {} if is_beam_search else dict(advised)
     options |= given_fields(request, _SAME_NAME)
     options |= {
         "max_tokens": max_tokens,
@@ -48,8 +49,8 @@ def sampling_params(
         "logit_bias": request.logit_bias,
         "structured_outputs": structured_outputs(request, strict_schemas),
     }
-    if request.use_beam_search:
-        options |= {"beam_width": request.n or 1, "temperature": 0.0}
+    if is_beam_search:
+        options |= {"beam_width": options.get("n", 1), "temperature": 0.0}
     if prompt_logprobs is not None:
         options["prompt_logprobs"] = prompt_logprobs
     try:
@@ -58,8 +59,21 @@ def sampling_params(
         raise request_error(str(error)) from None
 
 
+def check_stream(request: Sampling) -> None:
+    """Raise ApiError for fields that only a stream has, or that no stream has."""
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options needs stream; set stream to true", "stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise ApiError(
+            400,
+            "unsupported_parameter",
+            "prompt_logprobs is not supported in a stream; leave stream out",
+            param="prompt_logprobs",
+        )
+
+
 def given_fields(request: msgspec.Struct, names: Iterable[str]) -> dict[str, Any]:
-    values = {name: getattr(request, name) for name in names}
+    values = {name: getattr(request, name, None) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -74,6 +88,11 @@ class Choice:
     @property
     def text(self) -> str:
         return "".join(self.pieces)
+
+    @property
+    def mean_logprob(self) -> float:
+        sampled = [next(iter(entry.values())).logprob for entry in self.logprobs]
+        return sum(sampled) / max(len(sampled), 1)
 
     def add(self, output: frames.StepOutput) -> None:
         self.pieces.append(output.text)
@@ -111,6 +130,34 @@ class Usage:
             "prompt_tokens_details": {"cached_tokens": self.cached},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning},
         }
+
+
+class StreamInterval:
+    """Joins the outputs of a stream into pieces of at least `min_tokens` tokens.
+
+    The first output and the last are never held back.
+    """
+
+    def __init__(self, min_tokens: int | None) -> None:
+        self._min_tokens = min_tokens or 1
+        self._held: dict[int, frames.StepOutput] = {}
+        self._started: set[int] = set()
+
+    def push(self, index: int, output: frames.StepOutput) -> frames.StepOutput | None:
+        """Return the output to send of choice `index`, or None."""
+        if held := self._held.pop(index, None):
+            output = msgspec.structs.replace(
+                output,
+                text=held.text + output.text,
+                token_ids=held.token_ids + output.token_ids,
+                logprobs=held.logprobs + output.logprobs,
+            )
+        is_enough = len(output.token_ids) >= self._min_tokens or index not in self._started
+        if is_enough or output.finish_reason:
+            self._started.add(index)
+            return output
+        self._held[index] = output
+        return None
 
 
 class RequestTimer:

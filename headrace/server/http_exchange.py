@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.server.errors import ApiError, invalid
+from headrace.server.field_table import refuse_unserved
 from headrace.server.request_record import RequestRecord
 from headrace.server.settings import Settings
 
@@ -63,11 +64,13 @@ class HttpExchange:
         default_type = "" if self.header("origin") else "application/json"
         body = await self.read_body("application/json", default_type)
         try:
-            return msgspec.json.decode(body, type=record_type)
+            record = _decode(body, record_type)
         except msgspec.ValidationError as error:
             raise _field_error(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
+        refuse_unserved(body, record_type)
+        return record
 
     async def read_body(self, content_type: str, default_type: str = "") -> bytes:
         """Read a body of this content type. Raises ApiError."""
@@ -186,6 +189,26 @@ class HttpExchange:
 
 
 Handler = Callable[[HttpExchange], Awaitable[None]]
+
+
+def _decode(body: bytes, record_type: type[_T]) -> _T:
+    try:
+        return msgspec.json.decode(body, type=record_type)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise
+        # JSON has one kind of number, so 5.0 is an integer.
+        return msgspec.convert(_with_integers(msgspec.json.decode(body)), record_type)
+
+
+def _with_integers(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_with_integers(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _with_integers(item) for key, item in value.items()}
+    return value
 
 
 def _field_error(error: msgspec.ValidationError) -> ApiError:

@@ -1,4 +1,5 @@
-from collections.abc import Sequence
+import codecs
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from headrace.checkpoint.tokenizer import Tokenizer
@@ -8,59 +9,125 @@ _MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express."""
 
 
-def chat_logprobs(entries: list[Logprobs], num_top: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Log-probabilities of tokens and of the `num_top` likeliest tokens."""
-    content = []
-    for entry in entries:
-        token_id, sampled = next(iter(entry.items()))
-        top = sorted(entry.items(), key=lambda item: item[1].rank)[:num_top]
-        content.append(
-            _chat_token(token_id, sampled, tokenizer)
-            | {"top_logprobs": [_chat_token(other, score, tokenizer) for other, score in top]}
-        )
-    return {"content": content, "refusal": None}
+class LogprobWriter:
+    """Writes log-probabilities in the shapes of the APIs."""
+
+    def __init__(self, tokenizer: Tokenizer, num_top: int, *, as_ids: bool = False) -> None:
+        """`as_ids` names tokens `token_id:N`, as vLLM does for `return_tokens_as_token_ids`."""
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+        self._as_ids = as_ids
+
+    def chat(self, entries: Iterable[Logprobs]) -> list[dict[str, Any]]:
+        """Entries of chat completions and of the Responses API."""
+        content = []
+        for entry in entries:
+            token_id, sampled = next(iter(entry.items()))
+            top = sorted(entry.items(), key=lambda item: item[1].rank)[: self._num_top]
+            content.append(
+                self._chat_token(token_id, sampled)
+                | {"top_logprobs": [self._chat_token(other, score) for other, score in top]}
+            )
+        return content
+
+    def _chat_token(self, token_id: int, score: Logprob) -> dict[str, Any]:
+        return {
+            "token": self._name(token_id, score.decoded_token),
+            "logprob": _json_number(score.logprob),
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+        }
+
+    def completion(
+        self, entries: Sequence[Logprobs | None], token_ids: Sequence[int], offsets: Sequence[int]
+    ) -> dict[str, Any]:
+        """Lists by token. The first token of a prompt has None for its scores."""
+        result: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": list(offsets),
+        }
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            text = self._tokenizer.token_bytes(token_id).decode(errors="replace")
+            result["tokens"].append(self._name(token_id, text))
+            logprob = _json_number(entry[token_id].logprob) if entry else None
+            result["token_logprobs"].append(logprob)
+            result["top_logprobs"].append(self._top(entry) if entry else None)
+        return result
+
+    def _top(self, entry: Logprobs) -> dict[str, float]:
+        top = sorted(entry.items(), key=lambda item: item[1].rank)[: max(self._num_top, 1)]
+        return {
+            self._name(token_id, score.decoded_token): _json_number(score.logprob)
+            for token_id, score in top
+        }
+
+    def _name(self, token_id: int, text: str) -> str:
+        return f"token_id:{token_id}" if self._as_ids else text
 
 
-def _chat_token(token_id: int, score: Logprob, tokenizer: Tokenizer) -> dict[str, Any]:
+def prompt_logprobs(entries: Sequence[Logprobs | None]) -> list[dict[str, Any] | None]:
+    """Write scores of a prompt's tokens in vLLM's shape: by token id, None for the first token."""
+    return [None if entry is None else _by_id(entry) for entry in entries]
+
+
+def _by_id(entry: Logprobs) -> dict[str, Any]:
     return {
-        "token": score.decoded_token,
-        "logprob": _json_number(score.logprob),
-        "bytes": list(tokenizer.token_bytes(token_id)),
+        str(token_id): {
+            "logprob": _json_number(score.logprob),
+            "rank": score.rank,
+            "decoded_token": score.decoded_token,
+        }
+        for token_id, score in entry.items()
     }
 
 
-def completion_logprobs(
-    entries: Sequence[Logprobs | None],
-    token_ids: list[int],
-    num_top: int,
-    offset: int,
-    tokenizer: Tokenizer,
-) -> dict[str, Any]:
-    """`offset` counts characters. The first token of a prompt has None."""
-    result: dict[str, list[Any]] = {
-        "tokens": [],
-        "token_logprobs": [],
-        "top_logprobs": [],
-        "text_offset": [],
-    }
-    for token_id, entry in zip(token_ids, entries, strict=True):
-        if entry:
-            text = entry[token_id].decoded_token
-            result["token_logprobs"].append(_json_number(entry[token_id].logprob))
-            result["top_logprobs"].append(_top_logprobs(entry, num_top))
-        else:
-            text = tokenizer.token_bytes(token_id).decode(errors="replace")
-            result["token_logprobs"].append(None)
-            result["top_logprobs"].append(None)
-        result["tokens"].append(text)
-        result["text_offset"].append(offset)
-        offset += len(text)
-    return result
+class TextOffsets:
+    """Counts the characters of a text before each of its tokens.
 
+    A token that begins inside of a character counts from the character's beginning.
+    """
 
-def _top_logprobs(entry: Logprobs, num_top: int) -> dict[str, float]:
-    top = sorted(entry.values(), key=lambda score: score.rank)[: max(num_top, 1)]
-    return {score.decoded_token: _json_number(score.logprob) for score in top}
+    def __init__(self, tokenizer: Tokenizer, begin: int, skips_special: bool) -> None:
+        """`begin` counts the characters before the first token."""
+        self._tokenizer = tokenizer
+        self._skips_special = skips_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._position = begin
+
+    def of_prompt(self, token_ids: Iterable[int], text: str) -> list[int]:
+        """Find the tokens of a prompt. Its text may lack added control tokens and a first space."""
+        found = []
+        for token_id in token_ids:
+            piece = self._piece(token_id)
+            found.append(self._position)
+            is_there = text.startswith(piece, self._position)
+            if is_there or token_id not in self._tokenizer.special_ids:
+                self._position += len(piece) - (not is_there and piece.startswith(" "))
+        return found
+
+    def of_output(self, token_ids: Iterable[int]) -> list[int]:
+        """Find the next tokens of an output."""
+        found = []
+        for token_id in token_ids:
+            if self._skips_special and token_id in self._tokenizer.special_ids:
+                found.append(self._position)
+                continue
+            piece = self._piece(token_id)
+            found.append(self._position)
+            self._position += len(piece)
+        return found
+
+    def _piece(self, token_id: int) -> str:
+        """The characters that a token completes.
+
+        If it begins a character, an incomplete character before it counts as U+FFFD.
+        """
+        data = self._tokenizer.token_bytes(token_id)
+        if data and data[0] & 0xC0 != 0x80:
+            self._position += len(self._decoder.decode(b"", final=True))
+            self._decoder.reset()
+        return self._decoder.decode(data)
 
 
 def _json_number(logprob: float) -> float:

@@ -9,6 +9,7 @@ import msgspec
 
 from headrace.errors import RequestError
 from headrace.messages import text_of_part
+from headrace.request import RequestOptions
 from headrace.sampling_params import SamplingParams
 from headrace.server.anthropic_records import (
     AnthropicMessage,
@@ -24,7 +25,7 @@ from headrace.server.conversation import (
     count_prompt_tokens,
     generate,
 )
-from headrace.server.errors import anthropic_body, as_api_error, request_error
+from headrace.server.errors import anthropic_body, as_api_error, invalid, request_error
 from headrace.server.generation import given_fields
 from headrace.server.http_exchange import HttpExchange, named_sse_event
 from headrace.server.output_parsers.deltas import (
@@ -34,7 +35,9 @@ from headrace.server.output_parsers.deltas import (
     ToolCallArguments,
     ToolCallStart,
 )
+from headrace.server.response_format import response_format
 from headrace.server.state import ServerState
+from headrace.structured_outputs import StructuredOutputs
 
 _STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
 """Anthropic's names by OpenAI's finish reasons."""
@@ -67,11 +70,26 @@ def _sampling_params(state: ServerState, request: MessagesRequest) -> SamplingPa
         **given_fields(request, ("temperature", "top_p", "top_k")),
         "max_tokens": request.max_tokens,
         "stop": request.stop_sequences,
+        "structured_outputs": _text_format(request, state.settings.strict_schemas),
     }
     try:
         return SamplingParams(**options)
     except RequestError as error:
         raise request_error(str(error).replace("stop ", "stop_sequences ")) from None
+
+
+def _text_format(request: MessagesRequest, strict: bool) -> StructuredOutputs | None:
+    config = request.output_config
+    found = {
+        "output_config.format": config.format if config else None,
+        "output_format": request.output_format,
+    }
+    given = {field: value for field, value in found.items() if value is not None}
+    if len(given) > 1:
+        raise invalid("output_config.format and output_format are one field; give one of them")
+    for field, value in given.items():
+        return response_format(msgspec.to_builtins(value), field, f"{field}.schema", strict)
+    return None
 
 
 def _conversation(request: CountTokensRequest, params: SamplingParams) -> Conversation:
@@ -86,6 +104,10 @@ def _conversation(request: CountTokensRequest, params: SamplingParams) -> Conver
         places += [f"messages[{i}]"] * len(converted)
 
     choice, thinking = request.tool_choice, request.thinking
+    effort = request.output_config.effort if request.output_config else None
+    if thinking and thinking.type == "disabled":
+        effort = "none"
+    cache_salt = request.cache_salt if isinstance(request, MessagesRequest) else None
     return Conversation(
         model=request.model,
         messages=messages,
@@ -96,7 +118,10 @@ def _conversation(request: CountTokensRequest, params: SamplingParams) -> Conver
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         continue_final_message=request.messages[-1].role == "assistant",
         schema_field="input_schema",
-        reasoning_effort="none" if thinking and thinking.type == "disabled" else None,
+        reasoning_effort=effort,
+        thinking=thinking.is_on if thinking else None,
+        chat_template_kwargs=request.chat_template_kwargs,
+        options=RequestOptions(cache_salt=cache_salt),
     )
 
 
@@ -191,7 +216,8 @@ class _Response:
                 if chunk.finish_reason:
                     self._finish(chunk.finish_reason, chunk.stop_reason)
             if self._blocks:
-                yield named_sse_event("content_block_stop", {"index": len(self._blocks) - 1})
+                for event in self._stop_events(len(self._blocks) - 1):
+                    yield event
             stop = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
             yield named_sse_event("message_delta", {"delta": stop, "usage": self._usage()})
             yield named_sse_event("message_stop", {})
@@ -204,12 +230,22 @@ class _Response:
         self._add(delta)
         if len(self._blocks) > num_blocks:
             if num_blocks:
-                events.append(named_sse_event("content_block_stop", {"index": num_blocks - 1}))
+                events += self._stop_events(num_blocks - 1)
             start = {"index": num_blocks, "content_block": self._blocks[-1]}
             events.append(named_sse_event("content_block_start", start))
         if not isinstance(delta, ToolCallStart):
             fields = {"index": len(self._blocks) - 1, "delta": _delta_json(delta)}
             events.append(named_sse_event("content_block_delta", fields))
+        return events
+
+    def _stop_events(self, index: int) -> list[bytes]:
+        events = [named_sse_event("content_block_stop", {"index": index})]
+        if self._blocks[index]["type"] == "thinking":
+            # Clients keep the signature and send it back; here nothing is signed.
+            delta = {"type": "signature_delta", "signature": ""}
+            events.insert(
+                0, named_sse_event("content_block_delta", {"index": index, "delta": delta})
+            )
         return events
 
     def _add(self, delta: Delta) -> None:
@@ -240,8 +276,9 @@ class _Response:
     def _usage(self) -> dict[str, int]:
         usage = self._generation.usage
         return {
-            "input_tokens": usage.prompt,
+            "input_tokens": usage.prompt - usage.cached,
             "output_tokens": usage.completion,
+            "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": usage.cached,
         }
 

@@ -4,14 +4,22 @@ msgspec checks types and bounds while it parses. Unknown fields are ignored, and
 absent. Bounds that depend on the model are checked later.
 """
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
 from headrace.request import MAX_PRIORITY, MAX_SALT_CHARACTERS, Pooling
-from headrace.sampling_params import MAX_LOGPROBS, SAMPLING_FIELDS, SamplingField
+from headrace.sampling_params import (
+    MAX_LOGPROBS,
+    MAX_SEQUENCES,
+    SAMPLING_FIELDS,
+    SamplingField,
+)
 from headrace.server.field_types import (
     Biases,
+    FunctionCall,
+    Functions,
     Prompts,
     ResponseFormat,
     Stop,
@@ -27,6 +35,11 @@ MAX_MESSAGES = 4096
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 _Small = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Truncation = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
+"""Max tokens of a prompt; -1: as many as the context can hold."""
+TruncationSide = Literal["left", "right"]
+"""The end of a prompt that is cut off."""
+_REQUEST_ID = r"^[A-Za-z0-9_.:\-]{1,128}$"
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
 _Texts = Annotated[list[_Text], msgspec.Meta(min_length=1)]
 
@@ -63,32 +76,40 @@ def _json_type(row: SamplingField) -> Any:
 _OWN_FORM = ("seed", "logprobs")
 """Fields whose form in a request differs from the form in `SamplingParams`."""
 
+_NOT_SHARED = ("n", "max_tokens", "min_tokens", "prompt_logprobs", "length_penalty")
+"""Plain fields that the Responses API lacks."""
+
+
+def _plain_fields(name: str, base: type, only: Collection[str] = ()) -> Any:
+    """Add numbers and flags of the table of sampling parameters to a record, with its bounds."""
+    rows = [
+        row
+        for row in SAMPLING_FIELDS.values()
+        if row.is_openai_field and row.kind is not object and row.name not in _OWN_FORM
+    ]
+    fields = [
+        (row.name, _json_type(row), None)
+        for row in rows
+        if (row.name in only if only else row.name not in _NOT_SHARED)
+    ]
+    return msgspec.defstruct(name, fields, bases=(base,), frozen=True, kw_only=True)
+
+
 if TYPE_CHECKING:
 
     class _PlainFields(msgspec.Struct, frozen=True, kw_only=True):
-        n: int | None = None
-        max_tokens: int | None = None
+        temperature: float | None = None
+        top_p: float | None = None
 
 else:
-    _PlainFields = msgspec.defstruct(
-        "_PlainFields",
-        [
-            (row.name, _json_type(row), None)
-            for row in SAMPLING_FIELDS.values()
-            if row.is_openai_field and row.kind is not object and row.name not in _OWN_FORM
-        ],
-        frozen=True,
-        kw_only=True,
-    )
-"""The numbers and flags of the table of sampling parameters, with its bounds."""
+    _PlainFields = _plain_fields("_PlainFields", msgspec.Struct)
 
 
-class Sampling(_PlainFields, frozen=True, kw_only=True):
-    """Fields that chat completions and completions share."""
+class SharedSampling(_PlainFields, frozen=True, kw_only=True):
+    """Fields that chat completions, completions and the Responses API share."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stop | None = None
     stop_token_ids: list[TokenId] | None = None
@@ -96,16 +117,54 @@ class Sampling(_PlainFields, frozen=True, kw_only=True):
     allowed_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)] | None = None
     bad_words: _Texts | None = None
     structured_outputs: Structured | None = None
-    # vLLM's older names for the fields of `structured_outputs`.
+    priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_SALT_CHARACTERS)] | None = None
+
+
+if TYPE_CHECKING:
+
+    class _MorePlainFields(SharedSampling, frozen=True, kw_only=True):
+        n: int | None = None
+        max_tokens: int | None = None
+        prompt_logprobs: int | None = None
+
+else:
+    _MorePlainFields = _plain_fields("_MorePlainFields", SharedSampling, only=_NOT_SHARED)
+
+
+class Sampling(_MorePlainFields, frozen=True, kw_only=True):
+    """Fields that chat completions and completions share."""
+
+    stream_options: StreamOptions | None = None
+    # Other names for the fields of `structured_outputs`: vLLM's older ones, llama.cpp's and
+    # SGLang's.
     guided_json: str | dict[str, Any] | None = None
     guided_regex: _Text | None = None
     guided_choice: _Texts | None = None
     guided_grammar: _Text | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: _Text | None = None
+    grammar: _Text | None = None
+    ebnf: _Text | None = None
     response_format: ResponseFormat | None = None
     use_beam_search: bool | None = None
-    priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
-    cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_SALT_CHARACTERS)] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    truncation_side: TruncationSide | None = None
+    request_id: Annotated[str, msgspec.Meta(pattern=_REQUEST_ID)] | None = None
+    stream_interval: _Count | None = None
+
+
+class Thinking(msgspec.Struct, frozen=True):
+    """Whether the model writes reasoning first."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+
+    @property
+    def is_on(self) -> bool | None:
+        """None: the model decides."""
+        return {"enabled": True, "disabled": False}.get(self.type)
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -147,6 +206,13 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    thinking: Thinking | None = None
+    include_reasoning: bool | None = None
+    verbosity: str | None = None
+    echo: bool | None = None
+    # The form of tools before `tools`.
+    functions: Functions | None = None
+    function_call: FunctionCall | None = None
 
 
 class CompletionRequest(Sampling, frozen=True, kw_only=True):
@@ -154,8 +220,10 @@ class CompletionRequest(Sampling, frozen=True, kw_only=True):
 
     prompt: Prompts
     logprobs: _Small | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] | None = None
+    """0 writes nothing; with `echo` or `prompt_logprobs` such a request scores its prompt."""
+    best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] | None = None
     echo: bool | None = None
-    suffix: str | None = None
     add_special_tokens: bool | None = None
     parse_special: bool | None = None
 
@@ -166,12 +234,13 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     input: Prompts
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: _Count | None = None
     pooling: Pooling | None = None
     """How token vectors become one vector: last token, mean, or first token (`cls`)."""
     normalize: bool | None = None
     add_special_tokens: bool | None = None
     parse_special: bool | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    truncation_side: TruncationSide | None = None
     priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
 
 
@@ -201,6 +270,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     tokens: list[TokenId]
     model: str | None = None
+    skip_special_tokens: bool | None = None
 
 
 class LoadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,18 +6,30 @@ from typing import Any
 
 from headrace.errors import RequestError
 from headrace.server.errors import invalid
-from headrace.server.openai_records import Sampling, Structured
+from headrace.server.openai_records import Sampling, SharedSampling, Structured
 from headrace.structured_outputs import StructuredOutputs
 
+_OTHER_NAMES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "grammar": "grammar",
+    "ebnf": "grammar",
+}
+"""Fields of `structured_outputs` by their names elsewhere."""
 
-def structured_outputs(request: Sampling, strict: bool = True) -> StructuredOutputs | None:
+
+def structured_outputs(request: SharedSampling, strict: bool = True) -> StructuredOutputs | None:
     """Return the restriction or None. Raises ApiError, which names the wrong field.
 
     `strict` is the default of the request's own `strict`.
     """
     by_field = {
         "response_format": response_format(
-            request.response_format,
+            request.response_format if isinstance(request, Sampling) else None,
             "response_format",
             "response_format.json_schema.schema",
             strict,
@@ -32,7 +44,7 @@ def structured_outputs(request: Sampling, strict: bool = True) -> StructuredOutp
                 choice=record.choice,
                 grammar=record.grammar,
                 strict=strict if record.strict is None else record.strict,
-                field=field if field.startswith("guided_") else "",
+                field=field if field in _OTHER_NAMES else "",
             )
     given = [field for field, restriction in by_field.items() if restriction is not None]
     if len(given) > 1:
@@ -40,18 +52,13 @@ def structured_outputs(request: Sampling, strict: bool = True) -> StructuredOutp
     return by_field[given[0]] if given else None
 
 
-def _records(request: Sampling) -> dict[str, Structured]:
+def _records(request: SharedSampling) -> dict[str, Structured]:
     records = {}
     if request.structured_outputs is not None:
         records["structured_outputs"] = request.structured_outputs
-    if request.guided_json is not None:
-        records["guided_json"] = Structured(json=request.guided_json)
-    if request.guided_regex is not None:
-        records["guided_regex"] = Structured(regex=request.guided_regex)
-    if request.guided_choice is not None:
-        records["guided_choice"] = Structured(choice=request.guided_choice)
-    if request.guided_grammar is not None:
-        records["guided_grammar"] = Structured(grammar=request.guided_grammar)
+    for field, name in _OTHER_NAMES.items():
+        if value := getattr(request, field, None):
+            records[field] = Structured(**{name: value})
     return records
 
 
@@ -63,9 +70,10 @@ def response_format(
     if value is None or kind == "text":
         return None
     with errors_name(param):
-        if kind == "json_object":
+        if kind == "json_object" and not value.get("schema"):
             return StructuredOutputs(json_object=True)
-        if kind != "json_schema":
+        # llama.cpp and other servers take a schema for a JSON object too.
+        if kind not in ("json_schema", "json_object"):
             raise RequestError(f"{param}.type must be text, json_object or json_schema")
         inner = value.get("json_schema", value)
         schema = inner.get("schema") if isinstance(inner, Mapping) else None

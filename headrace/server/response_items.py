@@ -1,12 +1,15 @@
 """The output items of the Responses API, and their events."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from time import time
 from typing import Any
 from uuid import uuid4
 
+from headrace.checkpoint.tokenizer import Tokenizer
+from headrace.outputs import Logprobs
 from headrace.sampling_params import SamplingParams
 from headrace.server.conversation import Generation
+from headrace.server.logprobs import LogprobWriter
 from headrace.server.output_parsers.deltas import (
     Content,
     Delta,
@@ -23,8 +26,17 @@ _PART_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}
 
 class ResponseItems:
     def __init__(
-        self, request: ResponsesRequest, generation: Generation, params: SamplingParams
+        self,
+        request: ResponsesRequest,
+        generation: Generation,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
     ) -> None:
+        self._writer = LogprobWriter(tokenizer, request.num_logprobs or 0)
+        self._new_scores: list[Logprobs] = []
+        """Scores of tokens whose text has not come yet."""
+        self._scores: list[dict[str, Any]] = []
+        """Scores of the last item's tokens."""
         self._request = request
         self._generation = generation
         self._params = params
@@ -37,6 +49,7 @@ class ResponseItems:
         yield "response.created", {"response": self.response()}
         yield "response.in_progress", {"response": self.response()}
         async for chunk in self._generation.chunks():
+            self._new_scores += chunk.logprobs
             for delta in chunk.deltas:
                 for event in self._add(delta):
                     yield event
@@ -96,13 +109,16 @@ class ResponseItems:
                 yield from self._open("reasoning", "rs", {"summary": [], "content": []})
 
         self._texts[-1].append(delta.text)
+        scores = self._writer.chat(self._new_scores)
+        self._new_scores.clear()
         if isinstance(delta, ToolCallArguments):
             fields = self._place() | {"delta": delta.text}
             yield "response.function_call_arguments.delta", fields
             return
         part_type = _PART_TYPES[self._items[-1]["type"]]
+        self._scores += scores
         fields = self._place() | {"content_index": 0, "delta": delta.text}
-        yield f"response.{part_type}.delta", fields | _text_scores(part_type)
+        yield f"response.{part_type}.delta", fields | _text_scores(part_type, scores)
 
     def _open(self, item_type: str, id_prefix: str, fields: dict[str, Any]) -> Iterator[Event]:
         yield from self._close()
@@ -110,6 +126,7 @@ class ResponseItems:
         item = {"type": item_type, "id": item_id, "status": "in_progress", **fields}
         self._items.append(item)
         self._texts.append([])
+        self._scores = []
         added = {"output_index": len(self._items) - 1, "item": dict(item)}
         yield "response.output_item.added", added
         if item_type in _PART_TYPES:
@@ -122,9 +139,10 @@ class ResponseItems:
         item, text, place = self._items[-1], "".join(self._texts[-1]), self._place()
         item["status"] = "incomplete" if self._status == "incomplete" else "completed"
         if part_type := _PART_TYPES.get(item["type"]):
-            part = _part(part_type, text)
+            part = _part(part_type, text, self._scores)
             item["content"] = [part]
-            fields = place | {"content_index": 0, "text": text} | _text_scores(part_type)
+            fields = place | {"content_index": 0, "text": text}
+            fields |= _text_scores(part_type, self._scores)
             yield f"response.{part_type}.done", fields
             yield "response.content_part.done", place | {"content_index": 0, "part": part}
         else:
@@ -137,12 +155,12 @@ class ResponseItems:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
 
-def _part(part_type: str, text: str) -> dict[str, Any]:
+def _part(part_type: str, text: str, scores: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     part: dict[str, Any] = {"type": part_type, "text": text}
     if part_type == "output_text":
-        part |= {"annotations": [], "logprobs": []}
+        part |= {"annotations": [], "logprobs": list(scores)}
     return part
 
 
-def _text_scores(part_type: str) -> dict[str, Any]:
-    return {"logprobs": []} if part_type == "output_text" else {}
+def _text_scores(part_type: str, scores: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {"logprobs": list(scores)} if part_type == "output_text" else {}

@@ -1,16 +1,17 @@
 """`POST /v1/responses`: OpenAI's Responses API, without storage."""
 
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from headrace.errors import RequestError
 from headrace.messages import text_of_part
+from headrace.request import RequestOptions
 from headrace.sampling_params import SamplingParams
 from headrace.server.conversation import Conversation, generate
-from headrace.server.errors import ApiError, as_api_error, invalid, request_error
-from headrace.server.generation import given_fields
+from headrace.server.errors import ApiError, as_api_error, invalid
+from headrace.server.generation import sampling_params
 from headrace.server.http_exchange import HttpExchange, named_sse_event
 from headrace.server.openai_records import ContentPart
 from headrace.server.response_format import response_format
@@ -25,39 +26,30 @@ _TOOL_FIELDS = ("name", "description", "parameters", "strict")
 async def responses(http: HttpExchange, state: ServerState) -> None:
     """Generate the next message of a conversation, with one response or a stream of events."""
     request = await http.read(ResponsesRequest)
-    _check(request)
     params = _sampling_params(state, request)
     async with generate(http, state, _conversation(request, params)) as generation:
-        items = ResponseItems(request, generation, params)
+        items = ResponseItems(request, generation, params, state.tokenizer)
         if request.stream:
             await http.stream_events(_events(items), state.settings.keepalive_seconds)
         else:
             await http.respond(await http.while_connected(_body(items)))
 
 
-def _check(request: ResponsesRequest) -> None:
-    for name in ("previous_response_id", "background"):
-        if getattr(request, name):
-            raise ApiError(
-                400,
-                "unsupported_parameter",
-                f"{name} is not supported, because responses are not stored; "
-                "send the whole conversation",
-                param=name,
-            )
-
-
 def _sampling_params(state: ServerState, request: ResponsesRequest) -> SamplingParams:
-    options = {
-        **state.advised_sampling,
-        **given_fields(request, ("temperature", "top_p")),
-        "max_tokens": request.max_output_tokens,
-        "structured_outputs": _text_format(request, state.settings.strict_schemas),
-    }
-    try:
-        return SamplingParams(**options)
-    except RequestError as error:
-        raise request_error(str(error)) from None
+    strict = state.settings.strict_schemas
+    params = sampling_params(
+        request,
+        state.advised_sampling,
+        strict_schemas=strict,
+        max_tokens=request.max_output_tokens,
+        logprobs=request.num_logprobs,
+    )
+    text_format = _text_format(request, strict)
+    if text_format is None:
+        return params
+    if params.structured_outputs is not None:
+        raise invalid("structured_outputs and text.format both restrict the text", "text")
+    return replace(params, structured_outputs=text_format)
 
 
 def _text_format(request: ResponsesRequest, strict: bool) -> StructuredOutputs | None:
@@ -101,6 +93,9 @@ def _conversation(request: ResponsesRequest, params: SamplingParams) -> Conversa
         messages.insert(0, {"role": "system", "content": request.instructions})
         places.insert(0, "instructions")
 
+    template_kwargs: dict[str, Any] = {}
+    if (verbosity := (request.text or {}).get("verbosity")) is not None:
+        template_kwargs["verbosity"] = verbosity
     choice = request.tool_choice
     if isinstance(choice, dict) and "name" in choice:
         choice = {"type": "function", "function": {"name": choice["name"]}}
@@ -114,6 +109,10 @@ def _conversation(request: ResponsesRequest, params: SamplingParams) -> Conversa
         schema_field="parameters",
         parallel_tool_calls=request.parallel_tool_calls is not False,
         reasoning_effort=request.reasoning.effort if request.reasoning else None,
+        include_reasoning=request.include_reasoning is not False,
+        chat_template_kwargs=template_kwargs | (request.chat_template_kwargs or {}),
+        max_tokens_field="max_output_tokens",
+        options=RequestOptions(priority=request.priority or 0, cache_salt=request.cache_salt),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 from headrace.checkpoint.tokenizer import Tokenizer
@@ -38,6 +38,25 @@ from headrace.server.step_roofline import StepRoofline
 DROPPED_HEADER = "x-dropped-schema-keywords"
 """Header with the paths of schema keywords that the response need not have."""
 _T = TypeVar("_T")
+
+
+class Truncation(NamedTuple):
+    """How a prompt is cut: vLLM's `truncate_prompt_tokens` and `truncation_side`."""
+
+    max_tokens: int | None = None
+    """Max tokens of the prompt; None: no limit; -1: as many as fit."""
+    side: str | None = None
+    """The end that is cut off: left (None) or right."""
+
+    def cut(self, ids: list[int], most: int) -> list[int]:
+        if self.max_tokens is None:
+            return ids
+        kept = most if self.max_tokens < 0 else self.max_tokens
+        kept = max(kept, 1)
+        return ids[:kept] if self.side == "right" else ids[-kept:]
+
+
+NO_TRUNCATION = Truncation()
 
 
 class ServerState:
@@ -156,7 +175,13 @@ class ServerState:
         return await asyncio.get_running_loop().run_in_executor(None, work)
 
     async def tokenize(
-        self, read: Callable[[], TokenizedPrompt], param: str, max_tokens: int | None = None
+        self,
+        read: Callable[[], TokenizedPrompt],
+        param: str,
+        max_tokens: int | None = None,
+        *,
+        max_tokens_field: str = "max_tokens",
+        truncation: Truncation = NO_TRUNCATION,
     ) -> list[int]:
         """Run `read` in a thread and return the token ids.
 
@@ -174,8 +199,11 @@ class ServerState:
                 ) from None
             raise invalid(str(error), param) from None
         max_model_len = self.prompt_reader.max_model_len
-        if len(ids) + (1 if max_tokens is None else max_tokens) > max_model_len:
-            raise prompt_too_long(len(ids), max_tokens, max_model_len, param)
+        num_output = 1 if max_tokens is None else max_tokens
+        ids = truncation.cut(ids, max_model_len - num_output)
+        if len(ids) + num_output > max_model_len:
+            field = param if len(ids) >= max_model_len else max_tokens_field
+            raise prompt_too_long(len(ids), max_tokens, max_model_len, field)
         return ids
 
     def _cache_salt(self, http: HttpExchange, salt: str | None) -> str | None:

@@ -98,7 +98,7 @@ async def detokenize(http: HttpExchange, state: ServerState) -> None:
             f"{vocab_size - 1:,}",
             "tokens",
         )
-    text = state.tokenizer.decode(request.tokens, skip_special=False)
+    text = state.tokenizer.decode(request.tokens, skip_special=bool(request.skip_special_tokens))
     await http.respond({"prompt": text, "content": text})
 
 

@@ -142,7 +142,8 @@ def test_anthropic_client_messages(default: Running, client: openai.OpenAI) -> N
             assert "".join(stream.text_stream) == response.content[0].text
             assert stream.get_final_message().usage.output_tokens == response.usage.output_tokens
         count = claude.messages.count_tokens(model="smollm2", messages=MESSAGES)  # type: ignore[arg-type]
-        assert count.input_tokens == response.usage.input_tokens
+        cached = response.usage.cache_read_input_tokens or 0
+        assert count.input_tokens == response.usage.input_tokens + cached
         with pytest.raises(anthropic.NotFoundError):
             claude.messages.create(**options | {"model": "claude"})  # type: ignore[call-overload]
 

@@ -58,7 +58,10 @@ class TestMessages:
         ]
         assert (response["stop_reason"], response["stop_sequence"]) == (reason, None)
         counts = expected["usage"]["prompt_tokens"], expected["usage"]["completion_tokens"]
-        assert (response["usage"]["input_tokens"], response["usage"]["output_tokens"]) == counts
+        usage = response["usage"]
+        num_input = usage["input_tokens"] + usage["cache_read_input_tokens"]
+        assert (num_input, usage["output_tokens"]) == counts
+        assert usage["cache_creation_input_tokens"] == 0
         count = {name: MESSAGES[name] for name in ("messages", "system")}
         assert server.post("/v1/messages/count_tokens", count).json == {"input_tokens": counts[0]}
 
@@ -90,14 +93,9 @@ class TestMessages:
         (block,) = tools.post("/v1/messages", body).json["content"]
         assert block["type"] == "thinking" and block["thinking"]
         events = named(tools.post("/v1/messages", body | {"stream": True}))
-        assert (
-            "".join(
-                event["delta"]["thinking"]
-                for name, event in events
-                if name == "content_block_delta"
-            )
-            == block["thinking"]
-        )
+        *deltas, last = [event["delta"] for name, event in events if name == "content_block_delta"]
+        assert "".join(delta["thinking"] for delta in deltas) == block["thinking"]
+        assert last == {"type": "signature_delta", "signature": ""}
         (plain,) = tools.post("/v1/messages", body | {"thinking": {"type": "disabled"}}).json[
             "content"
         ]

@@ -190,7 +190,9 @@ class TestChat:
     @pytest.mark.parametrize(
         "path, param, more",
         [
-            ("chat/completions", "messages", {"max_tokens": 4096}),
+            ("chat/completions", "max_tokens", {"max_tokens": 4096}),
+            ("chat/completions", "max_completion_tokens", {"max_completion_tokens": 4096}),
+            ("completions", "max_tokens", {"prompt": [7] * 9, "max_tokens": 4090}),
             (
                 "chat/completions",
                 "messages",
@@ -212,9 +214,8 @@ class TestChat:
             param,
         )
         assert (
-            "prompt is too long" in error["message"]
-            and "this model's maximum context length is 4,096" in error["message"]
-        )
+            "exceed context limit" if param.startswith("max") else "prompt is too long"
+        ) in error["message"] and "this model's maximum context length is 4,096" in error["message"]
 
     def test_unsupported_fields_are_named(self, server: Running) -> None:
         reply = server.post(
