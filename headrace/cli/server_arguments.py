@@ -185,6 +185,8 @@ def announce(state: "ServerState", port: int, *lines: str) -> None:
     if state.advised_sampling:
         advised = ", ".join(f"{name} {value:g}" for name, value in state.advised_sampling.items())
         figures.append(f"sampling  {advised} by default, as the model's authors advise")
+    if state.output_format.is_generic and state.prompt_reader.templates:
+        figures.append("tools     in a generic format, because the chat template has none")
     figures += [
         *lines,
         f"address   {url}/v1{'' if settings.api_keys else ' (no key needed, this machine only)'}",

@@ -96,6 +96,8 @@ class Generation:
             deltas = parser.push(item.text)
             if item.finish_reason:
                 deltas += parser.finish()
+                if reason == "length" and parser.has_dropped_calls:
+                    reason = "stop"  # the length cut only calls that the request forbids
             if deltas and all(isinstance(delta, Reasoning) for delta in deltas):
                 self.usage.reasoning += len(item.token_ids)
             if not self.include_reasoning:
@@ -140,7 +142,10 @@ async def generate(
                 stream=stream,
                 parsers=[
                     output_format.parser(
-                        in_reasoning=in_reasoning, tools=callable_tools, end_tokens=end_tokens
+                        in_reasoning=in_reasoning,
+                        tools=callable_tools,
+                        end_tokens=end_tokens,
+                        parallel=conversation.parallel_tool_calls,
                     )
                     for _ in range(params.n)
                 ],
@@ -170,9 +175,11 @@ def _read_tools(
         raise ApiError(
             400,
             "unsupported_parameter",
-            "tools are not supported by this model's chat template; leave them out",
+            "tools are turned off on this server (--tool-call-parser none); leave them out",
             param="tools",
         )
+    if choice.allowed is not None:
+        tools = tuple(tool for tool in tools if tool.name in choice.allowed)
     return tools, choice
 
 
@@ -206,7 +213,7 @@ def _render(state: ServerState, conversation: Conversation, choice: ToolChoice) 
         template_kwargs.setdefault("enable_thinking", conversation.thinking)
     return state.prompt_reader.read_chat(
         conversation.messages,
-        tools=conversation.tools if conversation.tools and choice.mode != "none" else None,
+        tools=_offered(conversation, choice),
         documents=conversation.documents,
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=conversation.continue_final_message,
@@ -215,6 +222,18 @@ def _render(state: ServerState, conversation: Conversation, choice: ToolChoice) 
         sanitize_control_tokens=state.settings.sanitize_control_tokens,
         places=conversation.places,
     )
+
+
+def _offered(conversation: Conversation, choice: ToolChoice) -> Sequence[Mapping[str, Any]] | None:
+    """The tools that the prompt describes; None if there are none."""
+    if choice.mode == "none" or not conversation.tools:
+        return None
+    allowed = choice.allowed
+    return [
+        tool
+        for tool in conversation.tools
+        if allowed is None or tool["function"]["name"] in allowed
+    ]
 
 
 def _tool_call_grammar(

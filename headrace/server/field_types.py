@@ -13,7 +13,19 @@ MAX_TOKEN_ID = 2**31 - 1
 TEXT_KINDS = ("text", "input_text", "output_text", "reasoning_text")
 BLOCK_KINDS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 FUNCTION_NAME = r"^[A-Za-z0-9_.\-]{1,128}$"
-ITEM_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+ITEM_KINDS = (
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "local_shell_call",
+    "local_shell_call_output",
+    "reasoning",
+    "item_reference",
+    "web_search_call",
+    "compaction",
+)
 
 
 def _one_of(kinds: tuple[str, ...]) -> msgspec.Meta:
@@ -33,6 +45,13 @@ _FUNCTION = _object(_PARAMETERS, name={"type": "string", "pattern": FUNCTION_NAM
 _FLAT_FUNCTION = _object(
     _PARAMETERS, type={"const": "function"}, name=_FUNCTION["properties"]["name"]
 )
+_CUSTOM = _object(type={"const": "custom"}, name=_FUNCTION["properties"]["name"])
+_NAMESPACE = _object(
+    type={"const": "namespace"},
+    name=_FUNCTION["properties"]["name"],
+    tools={"type": "array", "items": {"anyOf": [_FLAT_FUNCTION, _CUSTOM]}},
+)
+_HOSTED = _object(type={"enum": ["web_search", "image_generation", "local_shell", "tool_search"]})
 _SCHEMA = _object(schema={"type": "object"})
 _NAMED = _object(name={"type": "string"})
 
@@ -70,7 +89,14 @@ Tools = Annotated[
     msgspec.Meta(max_length=MAX_TOOLS),
 ]
 FlatTools = Annotated[
-    list[Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=_FLAT_FUNCTION)]],
+    list[
+        Annotated[
+            dict[str, Any],
+            msgspec.Meta(
+                extra_json_schema={"anyOf": [_FLAT_FUNCTION, _CUSTOM, _NAMESPACE, _HOSTED]}
+            ),
+        ]
+    ],
     msgspec.Meta(max_length=MAX_TOOLS),
 ]
 """Tools of the Responses API: the function's fields stand next to the type."""
@@ -84,8 +110,20 @@ ToolCalls = Annotated[
     msgspec.Meta(max_length=MAX_TOOLS),
 ]
 _Choice = Annotated[str, _one_of(("none", "auto", "required"))]
+_MODE = {"enum": ["auto", "required"]}
+_ALLOWED = _object(
+    type={"const": "allowed_tools"},
+    allowed_tools=_object(mode=_MODE, tools={"type": "array", "items": _object(function=_NAMED)}),
+)
+_FLAT_ALLOWED = _object(
+    type={"const": "allowed_tools"}, mode=_MODE, tools={"type": "array", "items": _NAMED}
+)
 ToolChoice = (
-    _Choice | Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=_object(function=_NAMED))]
+    _Choice
+    | Annotated[
+        dict[str, Any],
+        msgspec.Meta(extra_json_schema={"anyOf": [_object(function=_NAMED), _ALLOWED]}),
+    ]
 )
 FunctionCall = (
     Annotated[str, _one_of(("none", "auto"))]
@@ -95,7 +133,9 @@ FlatToolChoice = (
     _Choice
     | Annotated[
         dict[str, Any],
-        msgspec.Meta(extra_json_schema={"anyOf": [_object(function=_NAMED), _NAMED]}),
+        msgspec.Meta(
+            extra_json_schema={"anyOf": [_object(function=_NAMED), _NAMED, _FLAT_ALLOWED]}
+        ),
     ]
 )
 

@@ -17,6 +17,7 @@ from headrace.server.output_parsers.deltas import (
     ToolCallArguments,
     ToolCallStart,
 )
+from headrace.server.responses_input import custom_input, read_response_tools
 from headrace.server.responses_records import ResponsesRequest
 
 Event = tuple[str, dict[str, Any]]
@@ -37,6 +38,7 @@ class ResponseItems:
         """Scores of tokens whose text has not come yet."""
         self._scores: list[dict[str, Any]] = []
         """Scores of the last item's tokens."""
+        self._tools = read_response_tools(request.tools)
         self._request = request
         self._generation = generation
         self._params = params
@@ -100,8 +102,7 @@ class ResponseItems:
         last_type = self._items[-1]["type"] if self._items else ""
         match delta:
             case ToolCallStart():
-                fields = {"call_id": delta.id, "name": delta.name, "arguments": ""}
-                yield from self._open("function_call", "fc", fields)
+                yield from self._open_call(delta)
                 return
             case Content() if last_type != "message":
                 yield from self._open("message", "msg", {"role": "assistant", "content": []})
@@ -112,6 +113,8 @@ class ResponseItems:
         scores = self._writer.chat(self._new_scores)
         self._new_scores.clear()
         if isinstance(delta, ToolCallArguments):
+            if self._items[-1]["type"] == "custom_tool_call":
+                return  # the input is known when its JSON ends
             fields = self._place() | {"delta": delta.text}
             yield "response.function_call_arguments.delta", fields
             return
@@ -119,6 +122,16 @@ class ResponseItems:
         self._scores += scores
         fields = self._place() | {"content_index": 0, "delta": delta.text}
         yield f"response.{part_type}.delta", fields | _text_scores(part_type, scores)
+
+    def _open_call(self, start: ToolCallStart) -> Iterator[Event]:
+        fields = {"call_id": start.id, "name": start.name}
+        tool = self._tools.get(start.name)
+        if tool and tool.namespace:
+            fields |= {"name": tool.name, "namespace": tool.namespace}
+        if tool and tool.is_custom:
+            yield from self._open("custom_tool_call", "ctc", fields | {"input": ""})
+        else:
+            yield from self._open("function_call", "fc", fields | {"arguments": ""})
 
     def _open(self, item_type: str, id_prefix: str, fields: dict[str, Any]) -> Iterator[Event]:
         yield from self._close()
@@ -145,6 +158,10 @@ class ResponseItems:
             fields |= _text_scores(part_type, self._scores)
             yield f"response.{part_type}.done", fields
             yield "response.content_part.done", place | {"content_index": 0, "part": part}
+        elif item["type"] == "custom_tool_call":
+            item["input"] = text = custom_input(text)
+            yield "response.custom_tool_call_input.delta", place | {"delta": text}
+            yield "response.custom_tool_call_input.done", place | {"input": text}
         else:
             item["arguments"] = text
             fields = place | {"name": item["name"], "arguments": text}

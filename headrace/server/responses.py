@@ -4,23 +4,22 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
-from headrace.messages import text_of_part
 from headrace.request import RequestOptions
 from headrace.sampling_params import SamplingParams
 from headrace.server.conversation import Conversation, generate
-from headrace.server.errors import ApiError, as_api_error, invalid
+from headrace.server.errors import as_api_error, invalid
 from headrace.server.generation import sampling_params
 from headrace.server.http_exchange import HttpExchange, named_sse_event
-from headrace.server.openai_records import ContentPart
 from headrace.server.response_format import response_format
 from headrace.server.response_items import ResponseItems
-from headrace.server.responses_records import InputItem, ResponsesRequest
+from headrace.server.responses_input import (
+    chat_messages,
+    read_response_choice,
+    read_response_tools,
+)
+from headrace.server.responses_records import ResponsesRequest
 from headrace.server.state import ServerState
 from headrace.structured_outputs import StructuredOutputs
-
-_TOOL_FIELDS = ("name", "description", "parameters", "strict")
 
 
 async def responses(http: HttpExchange, state: ServerState) -> None:
@@ -88,7 +87,10 @@ def _conversation(request: ResponsesRequest, params: SamplingParams) -> Conversa
     if isinstance(request.input, str):
         messages, places = [{"role": "user", "content": request.input}], ["input"]
     else:
-        messages, places = _chat_messages(request.input)
+        messages, places = chat_messages(request.input)
+    if not messages:
+        # Some clients send no input to see whether the server answers.
+        messages, places = [{"role": "user", "content": ""}], ["input"]
     if request.instructions is not None:
         messages.insert(0, {"role": "system", "content": request.instructions})
         places.insert(0, "instructions")
@@ -96,16 +98,14 @@ def _conversation(request: ResponsesRequest, params: SamplingParams) -> Conversa
     template_kwargs: dict[str, Any] = {}
     if (verbosity := (request.text or {}).get("verbosity")) is not None:
         template_kwargs["verbosity"] = verbosity
-    choice = request.tool_choice
-    if isinstance(choice, dict) and "name" in choice:
-        choice = {"type": "function", "function": {"name": choice["name"]}}
+    tools = read_response_tools(request.tools).values()
     return Conversation(
         model=request.model,
         messages=messages,
         places=places,
         params=params,
-        tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or ())] or None,
-        tool_choice=choice,
+        tools=[tool.chat_tool for tool in tools] or None,
+        tool_choice=read_response_choice(request.tool_choice),
         schema_field="parameters",
         parallel_tool_calls=request.parallel_tool_calls is not False,
         reasoning_effort=request.reasoning.effort if request.reasoning else None,
@@ -114,70 +114,3 @@ def _conversation(request: ResponsesRequest, params: SamplingParams) -> Conversa
         max_tokens_field="max_output_tokens",
         options=RequestOptions(priority=request.priority or 0, cache_salt=request.cache_salt),
     )
-
-
-def _tool(tool: dict[str, Any], field: str) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise ApiError(
-            400, "unsupported_parameter", f"{field}.type must be function", param="tools"
-        )
-    function = {name: tool[name] for name in _TOOL_FIELDS if name in tool}
-    return {"type": "function", "function": function}
-
-
-def _chat_messages(items: list[InputItem]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Convert items to chat messages, and name each message in errors."""
-    messages: list[dict[str, Any]] = []
-    places: list[str] = []
-    assistant: dict[str, Any] | None = None  # the message to which further items are added
-    for i, item in enumerate(items):
-        field = f"input[{i}]"
-        message: dict[str, Any] | None = None
-        match item.type or "message":
-            case "message":
-                if not item.role:
-                    raise invalid(f"{field} is a message and must have a role", "input")
-                message = {"role": item.role, "content": _content(item.content)}
-                if item.role == "assistant" and assistant and not assistant["content"]:
-                    assistant["content"] = message["content"]
-                    continue
-                assistant = message if item.role == "assistant" else None
-            case "function_call" | "reasoning" as kind:
-                if assistant is None:
-                    message = assistant = {"role": "assistant", "content": ""}
-                if kind == "reasoning":
-                    assistant["reasoning_content"] = _joined(item.content, f"{field}.content")
-                else:
-                    function = {"name": item.name, "arguments": item.arguments}
-                    tool_call = {"id": item.call_id or "", "function": function}
-                    assistant.setdefault("tool_calls", []).append(tool_call)
-            case "function_call_output":
-                message = {
-                    "role": "tool",
-                    "tool_call_id": item.call_id or "",
-                    "content": _content(item.output),
-                }
-                assistant = None
-            case kind:
-                raise invalid(
-                    f"{field}.type {kind!r} is unknown; use message, function_call, "
-                    "function_call_output or reasoning",
-                    "input",
-                )
-        if message is not None:
-            messages.append(message)
-            places.append(field)
-    return messages, places
-
-
-def _content(content: str | list[ContentPart] | None) -> str | list[dict[str, Any]]:
-    if isinstance(content, list):
-        return [msgspec.to_builtins(part) for part in content]
-    return content or ""
-
-
-def _joined(content: str | list[ContentPart] | None, field: str) -> str:
-    parts = _content(content)
-    if isinstance(parts, str):
-        return parts
-    return "\n".join(text_of_part(part, f"{field}[{i}]") for i, part in enumerate(parts))

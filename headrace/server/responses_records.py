@@ -12,15 +12,23 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 
 
 class InputItem(msgspec.Struct, frozen=True):
-    """A message, a tool call, a tool's result, or reasoning."""
+    """A message, a tool call, a tool's result, or reasoning; other items are left out.
+
+    Earlier items may be malformed, so that only the fields of messages have strict types.
+    """
 
     type: ItemKind | None = None
     role: str | None = None
     content: str | list[ContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
-    output: str | list[ContentPart] | None = None
+    namespace: str | None = None
+    arguments: Any = None
+    input: Any = None
+    action: Any = None
+    operation: Any = None
+    output: Any = None
+    summary: Any = None
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True):
@@ -36,7 +44,7 @@ class ResponseStreamOptions(msgspec.Struct, frozen=True):
 class ResponsesRequest(SharedSampling, frozen=True, kw_only=True):
     """`POST /v1/responses`."""
 
-    input: str | Annotated[list[InputItem], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+    input: str | Annotated[list[InputItem], msgspec.Meta(max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: _Count | None = None
     stream_options: ResponseStreamOptions | None = None

@@ -38,6 +38,7 @@ async def start_server(
         output_format = OutputFormat.of(
             templates, settings.tool_call_parser, settings.reasoning_parser
         )
+        prompt_reader.describes_tools = output_format.is_generic
         program = await asyncio.to_thread(trace_model, checkpoint.spec, checkpoint.tensors)
         model_fingerprint = ""
         if settings.worker:

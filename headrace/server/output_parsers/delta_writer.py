@@ -19,8 +19,13 @@ def random_id() -> str:
 class DeltaWriter:
     """Collects deltas; drops white space next to a marker."""
 
-    def __init__(self, new_id: Callable[[], str], holds_space: bool) -> None:
+    def __init__(
+        self, new_id: Callable[[], str], holds_space: bool, max_calls: int | None = None
+    ) -> None:
         self._new_id = new_id
+        self._max_calls = max_calls
+        self.is_dropping = False
+        """Whether a call above `max_calls` has begun."""
         self._holds_space = holds_space
         self._deltas: list[Delta] = []
         self._num_calls = 0
@@ -43,11 +48,14 @@ class DeltaWriter:
 
     def start_call(self, name: str, call_id: str = "") -> None:
         self.boundary()
+        if self._num_calls == self._max_calls:
+            self.is_dropping = True
+            return
         self._deltas.append(ToolCallStart(self._num_calls, call_id or self._new_id(), name))
         self._num_calls += 1
 
     def arguments(self, text: str) -> None:
-        if text:
+        if text and not self.is_dropping:
             self._deltas.append(ToolCallArguments(self._num_calls - 1, text))
 
     def finish(self) -> None:

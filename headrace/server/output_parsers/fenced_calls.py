@@ -24,7 +24,7 @@ def read_fenced(reader: OutputReader) -> Steps[None]:
         raise MalformedError
     calls = yield from _read_calls(reader)
     # The output may end without the closing fence.
-    if not (yield from reader.next_is(FENCE)) and (yield from reader.peek()):
+    if not (yield from reader.closing(FENCE)) and (yield from reader.peek()):
         raise MalformedError
     _write(reader, calls)
 

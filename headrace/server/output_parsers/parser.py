@@ -7,6 +7,7 @@ from headrace.server.output_parsers.deltas import Delta
 from headrace.server.output_parsers.end_tokens import EndTokenFilter
 from headrace.server.output_parsers.formats import (
     detect_tool_call_format,
+    hermes,
     tool_call_format_by_name,
 )
 from headrace.server.output_parsers.output_reader import OutputReader
@@ -25,6 +26,8 @@ from headrace.server.output_parsers.tools import Tool
 class OutputFormat:
     tool_call_format: ToolCallFormat | None = None
     reasoning_format: ReasoningFormat | None = None
+    is_generic: bool = False
+    """Whether the template names no format, so that calls have the one of `plain_tools.py`."""
 
     @classmethod
     def of(
@@ -32,10 +35,13 @@ class OutputFormat:
     ) -> "OutputFormat":
         """Detect the formats in a chat template, or take the named ones; "none" turns one off.
 
-        Raises RequestError for an unknown name.
+        A template without a known format of tool calls gets Hermes' format. Raises
+        RequestError for an unknown name.
         """
+        detected = detect_tool_call_format(template)
+        is_generic = detected is None and tool_call_name in (None, hermes.FORMAT.name)
         if tool_call_name is None:
-            tool_call_format = detect_tool_call_format(template)
+            tool_call_format = detected or hermes.FORMAT
         elif tool_call_name == "none":
             tool_call_format = None
         else:
@@ -47,7 +53,7 @@ class OutputFormat:
             reasoning_format = None
         else:
             reasoning_format = reasoning_format_by_name(reasoning_name)
-        return cls(tool_call_format, reasoning_format)
+        return cls(tool_call_format, reasoning_format, is_generic)
 
     def needs_special_tokens(self, control_tokens: Collection[str], with_tools: bool) -> bool:
         markers = list(self.reasoning_format.markers) if self.reasoning_format else []
@@ -65,6 +71,7 @@ class OutputFormat:
         in_reasoning: bool = False,
         tools: Sequence[Tool] = (),
         end_tokens: Iterable[str] = (),
+        parallel: bool = True,
     ) -> "OutputParser":
         return OutputParser(
             self._active_tool_call_format(bool(tools)),
@@ -72,6 +79,7 @@ class OutputFormat:
             in_reasoning=in_reasoning,
             tools=tools,
             end_tokens=end_tokens,
+            parallel=parallel,
         )
 
     def _active_tool_call_format(self, with_tools: bool) -> ToolCallFormat | None:
@@ -94,11 +102,16 @@ class OutputParser:
         in_reasoning: bool = False,
         tools: Sequence[Tool] = (),
         end_tokens: Iterable[str] = (),
+        parallel: bool = True,
     ) -> None:
-        """With `in_reasoning`, the prompt ends within reasoning."""
+        """With `in_reasoning`, the prompt ends within reasoning.
+
+        Without `parallel`, only the first call is written.
+        """
         self._writer = DeltaWriter(
             tool_call_format.new_id if tool_call_format else random_id,
             holds_space=tool_call_format is not None,
+            max_calls=None if parallel else 1,
         )
         self._end_tokens = EndTokenFilter(tuple(end_tokens))
 
@@ -112,6 +125,10 @@ class OutputParser:
                 reasoning_format, in_reasoning, first, self._writer, output_stage.push
             )
             self._stages.insert(0, _Stage(first, steps))
+
+    @property
+    def has_dropped_calls(self) -> bool:
+        return self._writer.is_dropping
 
     def push(self, text: str) -> list[Delta]:
         self._push(self._end_tokens.push(text))

@@ -124,6 +124,16 @@ class TextReader:
                 return ""
             yield
 
+    def closing(self, marker: str) -> Steps[bool]:
+        """Read `marker`, or its beginning if the output ends within it."""
+        if (yield from self.next_is(marker)):
+            return True
+        rest = self._text[self._position :]
+        if not (self.ended and rest and marker.startswith(rest)):
+            return False
+        self._read(len(self._text))
+        return True
+
     def expect(self, marker: str) -> Steps[None]:
         """Read `marker`. Raises MalformedError."""
         if not (yield from self.next_is(marker)):

@@ -1,5 +1,5 @@
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,8 @@ class ToolChoice:
     mode: str
     """`none`, `auto`, `required`, or `named` if it must call the tool `name`."""
     name: str | None = None
+    allowed: frozenset[str] | None = None
+    """Names of the only tools that the model may call; None: all of the request."""
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
@@ -90,8 +92,33 @@ def read_tool_choice(choice: str | Mapping[str, Any] | None, tools: Sequence[Too
         if choice == "required" and not tools:
             raise RequestError("tool_choice is required, but the request has no tools")
         return ToolChoice(choice if tools else "none")
+    names = {tool.name for tool in tools}
+    if choice.get("type") == "allowed_tools":
+        return _allowed_tools(choice, names)
+    name = _function_name(choice)
+    if name not in names:
+        raise RequestError("tool_choice names a function that is not among the tools")
+    return ToolChoice("named", name)
+
+
+def _allowed_tools(choice: Mapping[str, Any], names: Collection[str]) -> ToolChoice:
+    """Parse OpenAI's choice of several tools."""
+    inner = choice.get("allowed_tools")
+    mode, listed = (inner.get("mode"), inner.get("tools")) if isinstance(inner, Mapping) else (0, 0)
+    if mode not in ("auto", "required") or not isinstance(listed, Sequence):
+        raise RequestError(
+            "tool_choice of type allowed_tools must have the mode auto or required, and tools"
+        )
+    chosen = [_function_name(item) if isinstance(item, Mapping) else None for item in listed]
+    for i, name in enumerate(chosen):
+        if name not in names:
+            raise RequestError(f"tool_choice: allowed tool {i} is not among the tools")
+    if mode == "required" and not chosen:
+        raise RequestError("tool_choice is required, but allows no tools")
+    return ToolChoice(mode if chosen else "none", None, frozenset(filter(None, chosen)))
+
+
+def _function_name(choice: Mapping[str, Any]) -> str | None:
     function = choice.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
-    if name not in {tool.name for tool in tools}:
-        raise RequestError("tool_choice names a function that is not among the tools")
-    return ToolChoice("named", str(name))
+    return name if isinstance(name, str) else None

@@ -131,10 +131,16 @@ class TestDetection:
     def test_formats_by_chat_template(self, name: str) -> None:
         template, tool_format, thinking = TEMPLATES[name]
         style = OutputFormat.of(template)
-        assert (
-            style.tool_call_format and style.tool_call_format.name,
-            style.reasoning_format and style.reasoning_format.name,
-        ) == (tool_format, thinking)
+        assert style.tool_call_format
+        assert style.is_generic == (tool_format is None)
+        assert style.tool_call_format.name == (tool_format or "hermes")
+        assert (style.reasoning_format and style.reasoning_format.name) == thinking
+
+    def test_only_an_unnamed_format_is_generic(self) -> None:
+        assert OutputFormat.of("", "hermes").is_generic
+        assert not OutputFormat.of("", "llama3_json").is_generic
+        assert not OutputFormat.of(HERMES, "hermes").is_generic
+        assert not OutputFormat.of("", "none").is_generic
 
     def test_every_format_is_detected(self) -> None:
         formats, thoughts = zip(

@@ -38,12 +38,12 @@ def _read(reader: OutputReader, opener: str) -> Steps[None]:
             yield from reader.space()
         yield from _arguments(reader, name, "")
         if fenced:
-            yield from reader.next_is("```")
+            yield from reader.closing("```")
             yield from reader.space()
-        yield from reader.next_is(_END)
+        yield from reader.closing(_END)
         yield from reader.space()
         more = yield from reader.next_is(_BEGIN)
-    yield from reader.next_is(_ALL_END)
+    yield from reader.closing(_ALL_END)
 
 
 def _read_kimi(reader: OutputReader, opener: str) -> Steps[None]:
@@ -57,10 +57,10 @@ def _read_kimi(reader: OutputReader, opener: str) -> Steps[None]:
         yield from reader.expect(_KIMI_ARGUMENTS)
         yield from reader.space()
         yield from _arguments(reader, call_id.removeprefix("functions.").partition(":")[0], call_id)
-        yield from reader.next_is(_KIMI_END)
+        yield from reader.closing(_KIMI_END)
         yield from reader.space()
         more = yield from reader.next_is(_KIMI_BEGIN)
-    yield from reader.next_is(_KIMI_ALL_END)
+    yield from reader.closing(_KIMI_ALL_END)
 
 
 def _arguments(reader: OutputReader, name: str, call_id: str) -> Steps[None]:

@@ -17,7 +17,7 @@ def _read(reader: OutputReader, opener: str) -> Steps[None]:
     else:
         yield from read_call(reader)
     yield from reader.space()
-    yield from reader.next_is("</tool_call>")
+    yield from reader.closing("</tool_call>")
 
 
 def _grammar(lark: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:

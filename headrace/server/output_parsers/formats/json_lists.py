@@ -20,7 +20,7 @@ def _list_format(
         yield from reader.space()
         yield from read_list(reader)
         yield from reader.space()
-        yield from reader.next_is(closer)
+        yield from reader.closing(closer)
 
     grammar = partial(
         list_grammar,

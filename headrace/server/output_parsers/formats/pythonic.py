@@ -33,7 +33,7 @@ def _format(name: str, opener: str, closer: str, listed: bool = True) -> ToolCal
             yield from reader.expect("]")
         if closer:
             yield from reader.space()
-            yield from reader.next_is(closer)
+            yield from reader.closing(closer)
 
     def grammar(lark: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
         before, separator, after = (

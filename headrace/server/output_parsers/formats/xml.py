@@ -39,7 +39,7 @@ def _read(reader: OutputReader, opener: str) -> Steps[None]:
         raise MalformedError
     arguments.end()
     yield from reader.space()
-    yield from reader.next_is("</tool_call>")
+    yield from reader.closing("</tool_call>")
 
 
 def _value(reader: OutputReader, arguments: KeyedArguments) -> Steps[None]:

@@ -1,0 +1,330 @@
+"""Requests as coding agents send them: tools and items of all kinds, and histories with faults."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.server.responses_input import custom_input
+from tests.server.running import Reply, Running
+from tests.server.scripted_model import ScriptedModel
+from tests.server.test_messages_and_responses import named
+from tests.server.test_tool_calls import TOOLS, tools, tools_model  # noqa: F401 - fixtures
+
+USER = {"role": "user", "content": "hello"}
+ONE_VALUE = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+ONE_VALUE["additionalProperties"] = False  # type: ignore[assignment]
+FUNCTION = {"type": "function", "name": "read", "parameters": ONE_VALUE}
+CUSTOM = {
+    "type": "custom",
+    "name": "patch",
+    "description": "Change a file.",
+    "format": {"type": "grammar", "syntax": "regex", "definition": 'ab"c'},
+}
+NAMESPACE = {"type": "namespace", "name": "mcp__disk__", "tools": [FUNCTION, CUSTOM]}
+HOSTED = [
+    {"type": kind}
+    for kind in ("web_search", "image_generation", "local_shell", "mcp", "tool_search", "new")
+]
+ALL_TOOLS = [FUNCTION, *HOSTED[:3], CUSTOM, NAMESPACE, *HOSTED[3:]]
+NO_THOUGHT = {"reasoning": {"effort": "none"}, "max_output_tokens": 120}
+
+
+def respond(server: Running, **fields: Any) -> Any:
+    reply = server.post("/v1/responses", {"input": [USER], **NO_THOUGHT, **fields})
+    assert reply.status == 200, reply.body
+    return reply.json
+
+
+CHOICES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "function": (
+        {"type": "function", "name": "read"},
+        {"type": "function_call", "name": "read", "arguments": '{"a": 1}'},
+    ),
+    "custom": (
+        {"type": "custom", "name": "patch"},
+        {"type": "custom_tool_call", "name": "patch", "input": 'ab"c'},
+    ),
+    "namespace": (
+        {"type": "function", "name": "read", "namespace": "mcp__disk__"},
+        {"type": "function_call", "name": "read", "namespace": "mcp__disk__"},
+    ),
+    "custom in a namespace": (
+        {"type": "custom", "name": "patch", "namespace": "mcp__disk__"},
+        {"type": "custom_tool_call", "name": "patch", "namespace": "mcp__disk__"},
+    ),
+    "allowed": (
+        {
+            "type": "allowed_tools",
+            "mode": "required",
+            "tools": [{"type": "function", "name": "read"}, {"type": "web_search"}],
+        },
+        {"type": "function_call", "name": "read"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHOICES)
+def test_calls_of_all_kinds_of_tools(server: Running, kind: str) -> None:
+    """The template of this model knows no tools, so the calls have the generic format."""
+    choice, expected = CHOICES[kind]
+    asked = {"tools": ALL_TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+    response = respond(server, **asked)
+    (item,) = response["output"]
+    assert item | expected == item and item["call_id"]
+    assert response["status"] == "completed"
+    events = named(
+        server.post("/v1/responses", {"input": [USER], **NO_THOUGHT, **asked, "stream": True})
+    )
+    (streamed,) = events[-1][1]["response"]["output"]
+    assert streamed | expected == streamed
+    name = "custom_tool_call_input" if "custom" in item["type"] else "function_call_arguments"
+    deltas = [event["delta"] for kind, event in events if kind == f"response.{name}.delta"]
+    assert "".join(deltas) == item.get("input", item.get("arguments"))
+
+    # The client sends the call back, with its result.
+    result = item["type"] + "_output"
+    history = [USER, item, {"type": result, "call_id": item["call_id"], "output": "done"}]
+    assert respond(server, tools=ALL_TOOLS, input=history)["output"]
+
+
+def test_tools_that_run_elsewhere_are_left_out_with_a_note(tools: Running) -> None:  # noqa: F811
+    counts = [
+        respond(tools, tools=listed)["usage"]["input_tokens"]
+        for listed in ([FUNCTION], [*HOSTED, FUNCTION], HOSTED, [])
+    ]
+    assert counts[0] == counts[1] > counts[2] == counts[3]
+    assert any("tools[0] has type 'web_search'" in line for line in tools.log)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"name": "f"}]}, "tools[0].type must be text"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].name must have"),
+    ({"tools": [{"type": "namespace", "name": "a"}]}, "tools[0].tools must be a list"),
+    (
+        {"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "function"}]}]},
+        "tools[0].tools[0].name must have",
+    ),
+    ({"tools": [FUNCTION, FUNCTION]}, "tools[1].name 'read' is already used"),
+    (
+        {"tools": ALL_TOOLS, "tool_choice": {"type": "web_search"}},
+        "tool_choice has type 'web_search', which runs at OpenAI",
+    ),
+    (
+        {"tools": ALL_TOOLS, "tool_choice": {"type": "custom", "name": "x"}},
+        "tool_choice names a function that is not among the tools",
+    ),
+    (
+        {
+            "tools": ALL_TOOLS,
+            "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "custom"}]},
+        },
+        "tool_choice: allowed tool 0 is not among the tools",
+    ),
+    ({"input": [{"type": "function_call", "call_id": "1"}]}, "input[0].name is missing"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=[text for _, text in REFUSED])
+def test_wrong_tools_and_choices_are_refused(
+    tools: Running,  # noqa: F811
+    fields: dict[str, Any],
+    message: str,
+) -> None:
+    reply = tools.post("/v1/responses", {"input": "hello", **NO_THOUGHT, **fields})
+    assert reply.status == 400 and message in reply.json["error"]["message"], reply.body
+
+
+CALL = {"type": "function_call", "call_id": "1", "name": "read", "arguments": "{}"}
+SHELL = {"type": "local_shell_call", "call_id": "1", "action": {"command": ["ls"]}}
+IMAGE = [{"type": "input_image", "image_url": "data:image/png;base64,x"}]
+ITEMS: dict[str, list[Any]] = {
+    "nothing": [],
+    "references": [USER, {"type": "item_reference", "id": "rs_1"}],
+    "compaction": [{"type": "compaction", "encrypted_content": "x"}, USER],
+    "a search": [
+        USER,
+        {"type": "web_search_call", "status": "completed", "action": {"query": "x"}},
+    ],
+    "a new kind": [USER, {"type": "quantum_call", "output": {"a": [1]}, "arguments": 5}],
+    "a shell": [USER, SHELL, {"type": "local_shell_call_output", "id": "1", "output": "a.txt"}],
+    "parts": [
+        USER,
+        CALL,
+        {
+            "type": "function_call_output",
+            "call_id": "1",
+            "output": [{"type": "input_text", "text": "x"}],
+        },
+    ],
+    "an image of a tool": [
+        USER,
+        CALL,
+        {"type": "function_call_output", "call_id": "1", "output": IMAGE},
+    ],
+    "no output": [USER, CALL, {"type": "function_call_output", "call_id": "1"}],
+    "an object": [USER, CALL, {"type": "function_call_output", "call_id": "1", "output": {"a": 1}}],
+    "cut arguments": [USER, CALL | {"arguments": '{"path": "a.tx'}],
+    "no arguments": [USER, CALL | {"arguments": None}],
+    "encrypted reasoning": [
+        USER,
+        {"type": "reasoning", "summary": [], "encrypted_content": "x", "content": None},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+        CALL,
+    ],
+    "a phase": [USER, {"role": "assistant", "phase": "commentary", "content": []}],
+}
+
+
+@pytest.mark.parametrize("kind", ITEMS)
+def test_earlier_items_of_all_kinds_are_read(tools: Running, kind: str) -> None:  # noqa: F811
+    response = respond(tools, input=ITEMS[kind], tools=ALL_TOOLS, max_output_tokens=2)
+    assert response["usage"]["output_tokens"] == 2
+
+
+def test_items_reach_the_template(tools: Running) -> None:  # noqa: F811
+    count = respond(tools, input=ITEMS["a shell"], max_output_tokens=1)["usage"]["input_tokens"]
+    call = {"function": {"name": "local_shell", "arguments": {"command": ["ls"]}}}
+    plain = [
+        USER,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "a.txt"},
+    ]
+    body = {"messages": plain, "chat_template_kwargs": {"enable_thinking": False}}
+    assert count == tools.post("/tokenize", body).json["count"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "a\\nb"}', "a\nb"),
+        ('{"input": "a\\nb', "a\nb"),
+        ('{"input": "a\\', "a"),
+        ('{"input": "a\\u00', "a"),
+        ('{"in', '{"in'),
+        ('{"input": 5}', '{"input": 5}'),
+    ],
+)
+def test_input_of_cut_custom_calls(arguments: str, text: str) -> None:
+    assert custom_input(arguments) == text
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_of_chat_completions(server: Running, mode: str) -> None:
+    chosen = [{"type": "function", "function": {"name": "time"}}]
+    body = {
+        "messages": [USER],
+        "tools": TOOLS,
+        "tool_choice": {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": mode, "tools": chosen},
+        },
+        "max_tokens": 60,
+    }
+    reply = server.post("/v1/chat/completions", body)
+    alone = server.post(
+        "/v1/chat/completions", body | {"tools": [TOOLS[1]], "tool_choice": mode, "max_tokens": 1}
+    )
+    assert reply.status == 200, reply.body
+    assert reply.json["usage"]["prompt_tokens"] == alone.json["usage"]["prompt_tokens"]
+    if mode == "required":
+        calls = reply.json["choices"][0]["message"]["tool_calls"]
+        assert {call["function"]["name"] for call in calls} == {"time"}
+
+
+WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+AFTER_TEXT = f"Well.\n{WEATHER}\n{WEATHER}\n{WEATHER}"
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, ScriptedModel]]:
+    path: Path = tmp_path_factory.mktemp("agents") / "scripted.gguf"
+    template = "{{ messages[-1].content }}{# <tool_call> #}"
+    model = ScriptedModel(path, [AFTER_TEXT], template=template)
+    running = Running(str(path), "--threads", "1", "--kv-blocks", "64")
+    yield running, model
+    assert running.stop() == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("cut", [0, 20, 60])
+def test_one_call_without_parallel_calls(
+    scripted: tuple[Running, ScriptedModel], stream: bool, cut: int
+) -> None:
+    """A further call is dropped in `auto` mode, also when the length cuts it."""
+    running, model = scripted
+    content = "x" * model.starts[0]
+    length = model.lengths[0] - cut
+    body = {"max_tokens": length, "tools": TOOLS, "stream": stream}
+    chat = running.post(
+        "/v1/chat/completions",
+        body | {"messages": [USER | {"content": content}], "parallel_tool_calls": False},
+    )
+    calls, reason = _calls_and_reason(chat, stream)
+    assert (calls, reason) == (['{"city": "Bern"}'], "tool_calls")
+    anthropic_tools = [{"name": "weather", "input_schema": {"type": "object"}}]
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    message = running.post(
+        "/v1/messages",
+        body
+        | {
+            "messages": [USER | {"content": content}],
+            "tools": anthropic_tools,
+            "tool_choice": choice,
+        },
+    )
+    assert message.body.count(b'"type":"tool_use"') == 1 and b'"stop_reason":"tool_use"' in (
+        message.body
+    ), message.body
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_that_the_length_cuts(scripted: tuple[Running, ScriptedModel], stream: bool) -> None:
+    running, model = scripted
+    body = {"tools": TOOLS, "stream": stream}
+    content = "x" * model.starts[0]
+    for cut in (1 + len("</tool_call>") // 2, len('"Bern"}}\n</tool_call>')):
+        length = model.lengths[0] - 1 - cut
+        reply = running.post(
+            "/v1/chat/completions",
+            body | {"messages": [USER | {"content": content}], "max_tokens": length},
+        )
+        calls, reason = _calls_and_reason(reply, stream)
+        assert reason == "length" and len(calls) == 3
+        assert calls[:2] == ['{"city": "Bern"}'] * 2 and calls[0].startswith(calls[2])
+        assert b"</tool" not in reply.body
+        body_of_messages = {
+            "messages": [USER | {"content": content}],
+            "max_tokens": length,
+            "stream": stream,
+            "tools": [{"name": "weather"}],
+        }
+        assert b'"stop_reason":"max_tokens"' in running.post("/v1/messages", body_of_messages).body
+        items = running.post(
+            "/v1/responses",
+            {
+                "input": content,
+                "max_output_tokens": length,
+                "stream": stream,
+                "tools": [FUNCTION | {"name": "weather"}],
+            },
+        )
+        last = named(items)[-1][1]["response"] if stream else items.json
+        assert (last["status"], last["output"][-1]["status"]) == ("incomplete", "incomplete")
+        assert last["output"][-1]["arguments"] == calls[2]
+
+
+def _calls_and_reason(reply: Reply, stream: bool) -> tuple[list[str], str]:
+    """Return the arguments of each call, and the finish reason."""
+    assert reply.status == 200, reply.body
+    if not stream:
+        (choice,) = reply.json["choices"]
+        calls = [call["function"]["arguments"] for call in choice["message"]["tool_calls"]]
+        return calls, choice["finish_reason"]
+    choices = [event["choices"][0] for event in reply.events[:-1]]
+    found: dict[int, str] = {}
+    for choice in choices:
+        for call in choice["delta"].get("tool_calls", []):
+            found[call["index"]] = found.get(call["index"], "") + call["function"]["arguments"]
+    return list(found.values()), choices[-1]["finish_reason"]
