@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.checkpoint import adapter_mlx, adapter_peft
+from headrace.checkpoint.adapter_experts import expert_delta
 from headrace.checkpoint.adapter_gguf import read_gguf_adapter
 from headrace.checkpoint.adapter_parts import AdapterParts, Floats, plain_name
 from headrace.checkpoint.assemble import Located, assemble_one, locate_tensors, shapes_in_file
@@ -56,7 +57,7 @@ def read_adapter(path: Path, spec: ModelSpec) -> Adapter:
         embedding = plain_name(layout.tensors[_EMBED].name.removesuffix(".weight"))
         parts = adapter_mlx.read_mlx(path, config, frozenset([embedding]))
         return _Placement(parts, layout, spec).adapter()
-    parts = adapter_peft.read_peft(path, config)
+    parts = adapter_peft.read_peft(path, config, spec)
     indices = {module: adapter_peft.token_indices(config, module) for module in parts.token_rows}
     return _Placement(parts, layout, spec, token_indices=indices).adapter()
 
@@ -83,11 +84,12 @@ class _Placement:
         self._token_indices = token_indices or {}
         self._plain_name: Callable[[str], str] = str if is_gguf else plain_name
         self._linear = linear_weights(spec)
-        self._places = _places(layout.for_names(self._names()), spec, self._linear)
+        self._layout = layout.for_names(self._names())
+        self._places = _places(self._layout, spec, self._linear)
         self._stored_shapes = shapes_in_file(spec, self._places)
         self._rows = Counter[str]()
         for shape, place, _ in self._places.values():
-            self._rows[place.name] += shape[0]
+            self._rows[place.name] += 0 if place.slab else shape[0]
         self._used = set[tuple[str, str]]()
 
     def _names(self) -> set[str]:
@@ -133,16 +135,17 @@ class _Placement:
                 return None
             return OwnWeight(values=values, added=added)
 
-        delta = self._delta(name, module, located)
+        delta = self._expert_delta(name) or self._delta(module, located)
         norms = self._vector("the magnitudes", self._parts.row_norms, module, located)
         own = OwnWeight(values=values, delta=delta, row_norms=norms)
         if name == _EMBED:
             own = self._embedding(own, module, shape)
-        if any(
-            part is not None for part in (own.values, own.rows, own.row_norms, own.col_norms)
-        ) or (name == _EMBED and own.delta):
-            return own
-        return own.delta
+        is_low_rank = all(
+            part is None for part in (own.values, own.rows, own.row_norms, own.col_norms)
+        )
+        # Only products of single matrices add low-rank matrices.
+        is_single = name != _EMBED and name in (*self._linear, _HEAD)
+        return own.delta if is_low_rank and is_single else own.or_none
 
     def _whole(self, name: str, located: Located) -> StoredTensor | None:
         shape, place, _ = located
@@ -162,19 +165,27 @@ class _Placement:
             name, located, self._stored_shapes[place.name], stored, self._spec, where
         )
 
-    def _delta(self, name: str, module: str, located: Located) -> LowRank | None:
+    def _delta(self, module: str, located: Located) -> LowRank | None:
         matrices = self._matrices("low-rank", self._parts.low_rank, module)
         if matrices is None:
             return None
-        if name not in self._linear and name != _HEAD:
-            raise UnsupportedModelError(
-                f"{self._parts.where}: {module} is not a single linear layer here; only linear "
-                "layers can have an adapter"
-            )
         down, up, scale = matrices
+        if (slab := located[1].slab) is not None:  # our matrix is a transposed part of the file's
+            self._check_size(len(up), self._rows[located[1].name], f"lora_B of {module}", "rows")
+            self._check_size(down.shape[1], located[0][0], f"lora_A of {module}", "columns")
+            own = np.ascontiguousarray(up[slab(self._spec, located[2])].T)
+            return LowRank(own, np.ascontiguousarray(down.T), scale)
         rows = self._rows_in_file(located, len(up), f"lora_B of {module}")
         self._check_size(down.shape[1], located[0][1], f"lora_A of {module}", "columns")
         return LowRank(np.ascontiguousarray(down), np.ascontiguousarray(up[rows]), scale)
+
+    def _expert_delta(self, name: str) -> LowRank | None:
+        found = expert_delta(name, self._parts.stacks, self._layout, self._spec, self._parts.where)
+        if found is None:
+            return None
+        (layer, part), delta = found
+        self._used.add(("experts", f"{layer}.{part}"))
+        return delta
 
     def _embedding(self, own: OwnWeight, module: str, shape: tuple[int, ...]) -> OwnWeight:
         parts, (num_tokens, num_cols) = self._parts, shape
@@ -232,6 +243,7 @@ class _Placement:
             "lora_B.bias": parts.added_biases,
             "tokens": parts.token_rows,
             "weight": parts.weights,
+            "experts": [f"{layer}.{part}" for layer, part in parts.stacks],
         }
         for kind, modules in given.items():
             for module in modules:

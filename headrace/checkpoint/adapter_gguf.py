@@ -1,7 +1,8 @@
 """LoRA adapters in GGUF files, as llama.cpp's `convert_lora_to_gguf.py` writes them.
 
 A weight X has `X.weight.lora_a` [rank, cols] and `X.weight.lora_b` [rows, rank]; token embeddings
-have [vocab, rank] and [dim, rank]. The scale is `adapter.lora.alpha` / rank, or 1 without an alpha.
+have [vocab, rank] and [dim, rank], all experts of a layer [experts, rank, cols] and [experts, rows,
+rank]. The scale is `adapter.lora.alpha` / rank, or 1 without an alpha.
 A norm's weight is whole (llama.cpp leaves it out).
 """
 
@@ -10,12 +11,16 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.checkpoint.adapter_parts import AdapterParts, Floats, checked_pair
+from headrace.checkpoint.adapter_experts import add_stacks
+from headrace.checkpoint.adapter_parts import AdapterParts, Floats, checked_pair, floats_of
 from headrace.checkpoint.gguf import Metadata, read_gguf
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.program.adapter import LowRank
 
 _NAME = re.compile(r"(?P<module>.+)\.weight\.(?P<part>lora_[ab])")
+_EXPERTS = re.compile(
+    r"(?P<module>blk\.\d+\.ffn_(?P<part>gate|up|down|gate_up)_exps)\.weight\.lora_(?P<half>[ab])"
+)
 _EMBEDDING, _NORM = "token_embd", "_norm.weight"
 
 
@@ -44,9 +49,14 @@ def read_gguf_adapter(path: Path, architectures: tuple[str, ...]) -> AdapterPart
         )
     parts = AdapterParts(where=path.name)
     pairs: dict[str, dict[str, Floats]] = {}
+    stacked: dict[tuple[str, str], dict[str, Floats]] = {}
     for name, tensor in file.tensors.items():
         if name.endswith(_NORM) and len(tensor.shape) == 1:
             parts.weights[name] = tensor
+            continue
+        if expert := _EXPERTS.fullmatch(name):
+            halves = stacked.setdefault((expert["module"], expert["part"]), {})
+            halves[expert["half"]] = floats_of(tensor, path.name)
             continue
         match = _NAME.fullmatch(name)
         if match is None or len(tensor.shape) != 2:
@@ -55,14 +65,19 @@ def read_gguf_adapter(path: Path, architectures: tuple[str, ...]) -> AdapterPart
                 "linear layer or an embedding"
             )
         pairs.setdefault(match["module"], {})[match["part"]] = tensor.dequantise()
-    if not pairs and not parts.weights:
+    if not pairs and not parts.weights and not stacked:
         raise FormatError(f"{path.name}: no tensors")
     alpha = metadata.number("adapter.lora.alpha", 0.0)
+
+    def scale_of(rank: int) -> float:
+        return alpha / rank if alpha else 1.0
+
+    add_stacks(parts.stacks, stacked, scale_of, path.name)
     for module, halves in pairs.items():
         if module == _EMBEDDING and "lora_a" in halves:
             halves = {**halves, "lora_a": halves["lora_a"].T}
         down, up = checked_pair(module, halves, path.name)
-        scale = alpha / len(down) if alpha else 1.0
+        scale = scale_of(len(down))
         if module == _EMBEDDING:
             parts.embeddings[module] = LowRank(np.ascontiguousarray(up.T), down.T, scale)
         else:

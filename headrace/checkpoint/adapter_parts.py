@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,20 @@ _OTHER_PARTS = frozenset(
 """Parts of multimodal models next to the language model."""
 
 
+class Stack(NamedTuple):
+    """Matrices of all experts of a layer, for their gates and ups together or one of the parts."""
+
+    name: str
+    """The module that errors name."""
+    down: Floats  # [experts, rank, cols]
+    up: Floats  # [experts, rows, rank]
+    scale: float
+
+
+Stacks = dict[tuple[int, str], Stack]
+"""By layer and part: `gate_up`, `gate`, `up` or `down`."""
+
+
 @dataclass(eq=False)
 class AdapterParts:
     """Changes by module, with rows in the order of the file."""
@@ -57,6 +72,7 @@ class AdapterParts:
     """Whole tensors, by their names with `.weight` or `.bias`."""
     shared: set[str] = field(default_factory=set)
     """Whole tensors that replace the model's own, wherever it uses them."""
+    stacks: Stacks = field(default_factory=dict)
     ties_head: bool = False
     """Whether changes of the embedding are changes of a tied head too."""
 
@@ -112,6 +128,16 @@ def matrix_of(tensor: StoredTensor, where: str) -> Floats:
     return tensor.dequantise()
 
 
+def floats_of(tensor: StoredTensor, where: str) -> Floats:
+    """The numbers of a tensor of any shape. Raises FormatError for other than floats."""
+    if tensor.format.name not in PLAIN:
+        raise FormatError(
+            f"{where}: tensor {tensor.name[:200]} is {tensor.format.name} {list(tensor.shape)}, "
+            "not floats; save the adapter in float32, float16 or bfloat16"
+        )
+    return tensor.dequantise()
+
+
 def vector_of(tensor: StoredTensor, where: str) -> Floats:
     """Raises FormatError for other than floats in one dimension."""
     if max(tensor.shape, default=0) != tensor.rows * tensor.cols or tensor.format.name not in PLAIN:
@@ -122,15 +148,17 @@ def vector_of(tensor: StoredTensor, where: str) -> Floats:
     return tensor.dequantise().reshape(-1)
 
 
-def checked_pair(module: str, halves: Mapping[str, Floats], where: str) -> tuple[Floats, Floats]:
+def checked_pair(
+    module: str, halves: Mapping[str, Floats], where: str, max_rank: int = MAX_RANK
+) -> tuple[Floats, Floats]:
     """The matrices [rank, cols] and [rows, rank]. Raises FormatError."""
     names = sorted(halves)
     if len(names) == 2:
         down, up = halves[names[0]], halves[names[1]]
-        if down.shape[0] == up.shape[1] and down.shape[0] <= MAX_RANK:
+        if down.shape[0] == up.shape[1] and down.shape[0] <= max_rank:
             return down, up
     shapes = ", ".join(f"{name} {list(halves[name].shape)}" for name in names)
     raise FormatError(
         f"{where}: {module[:200]} has {shapes}; expected both matrices with one rank of up to "
-        f"{MAX_RANK:,}"
+        f"{max_rank:,}"
     )

@@ -3,7 +3,8 @@
 A module X has `X.lora_A.weight` [rank, cols] and `X.lora_B.weight` [rows, rank], perhaps
 `X.lora_B.bias`. An embedding has `X.lora_embedding_A` [rank, vocab] and `X.lora_embedding_B`
 [dim, rank]. DoRA adds `X.lora_magnitude_vector`: the length of each row, or of each column of an
-embedding. `X.token_adapter.trainable_tokens_delta` has rows of an embedding. Other tensors are in
+embedding. With `target_parameters`, X has the matrices of all experts (`adapter_experts.py`).
+`X.token_adapter.trainable_tokens_delta` has rows of an embedding. Other tensors are in
 place of the model's (`modules_to_save`, `bias`).
 """
 
@@ -14,7 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from headrace.checkpoint.adapter_experts import expert_parameters, peft_stacks
 from headrace.checkpoint.adapter_parts import (
+    MAX_RANK,
     AdapterParts,
     Floats,
     checked_pair,
@@ -28,16 +31,20 @@ from headrace.checkpoint.adapter_patterns import compiled, matches
 from headrace.checkpoint.safetensors import read_safetensors
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.model.fields import JsonFields
+from headrace.model.spec import ModelSpec
 from headrace.program.adapter import LowRank
 from headrace.quant.formats import StoredTensor
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(
     r"(?P<module>.+?)\.(?P<part>lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector"
-    r"|token_adapter\.trainable_tokens_delta|modules_to_save|base_layer)"
+    r"|token_adapter\.trainable_tokens_delta|modules_to_save|base_layer(?!\.lora_))"
     r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?(?:\.(?P<kind>weight|bias))?"
 )
 _WHOLE = re.compile(r"(?P<module>.+)\.(?P<kind>weight|bias)")
+_NESTED = ".base_layer"
+"""End of the inner module, if several parameters of one are adapted."""
+_EXPERTS = re.compile(r"\.experts(?:\.base_layer)?$")
 _INITS = (True, False, "gaussian", "eva", "orthogonal")
 """Initialisations that keep the model's weights."""
 _BIASES = (None, "none", "all", "lora_only")
@@ -57,6 +64,7 @@ _READ = frozenset(
         "modules_to_save",
         "trainable_token_indices",
         "ensure_weight_tying",
+        "target_parameters",
     )
 )
 _INERT = frozenset(
@@ -94,7 +102,7 @@ class _Name(NamedTuple):
     kind: str  # "weight", "bias" or empty
 
 
-def read_peft(path: Path, config: JsonFields) -> AdapterParts:
+def read_peft(path: Path, config: JsonFields, spec: ModelSpec) -> AdapterParts:
     """Read the tensors. Raises ModelNotFoundError, FormatError or UnsupportedModelError."""
     _check(config)
     parts = AdapterParts(where=TENSORS)
@@ -123,6 +131,7 @@ def read_peft(path: Path, config: JsonFields) -> AdapterParts:
             case _:
                 raise _unknown(tensor.name)
 
+    _add_experts(config, parts, pairs, spec)
     for module, halves in pairs.items():
         down, up = checked_pair(module, halves, TENSORS)
         parts.low_rank[module] = LowRank(down, up, _scale(config, module, len(down)))
@@ -139,6 +148,27 @@ def read_peft(path: Path, config: JsonFields) -> AdapterParts:
     }
     _check_parts(config, parts, norms.keys() | biases.keys())
     return parts
+
+
+def _add_experts(
+    config: JsonFields, parts: AdapterParts, pairs: dict[str, dict[str, Floats]], spec: ModelSpec
+) -> None:
+    """Move the pairs of parameters of experts from `pairs` to the stacks."""
+    if spec.experts is None:
+        return
+    modules = {module.removesuffix(_NESTED) for module in pairs if _EXPERTS.search(module)}
+    if not modules:
+        return
+    parameters = {
+        module: expert_parameters(config.get("target_parameters"), module, CONFIG)
+        for module in sorted(modules)
+    }
+    nested = [name for name in pairs if name.removesuffix(_NESTED) in modules]
+    max_rank = spec.experts.num_experts * MAX_RANK
+    halves = {name: checked_pair(name, pairs.pop(name), TENSORS, max_rank) for name in nested}
+    parts.stacks = peft_stacks(
+        halves, parameters, lambda name, rank: _scale(config, name, rank), spec, TENSORS
+    )
 
 
 def token_indices(config: JsonFields, module: str) -> list[int]:

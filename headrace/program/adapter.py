@@ -54,6 +54,11 @@ class OwnWeight:
     col_norms: Floats | None = None  # [cols]
     """The length of each column, of an embedding (DoRA)."""
 
+    @property
+    def or_none(self) -> "OwnWeight | None":
+        """None if it changes nothing."""
+        return None if self._is_whole and self.values is None else self
+
     def keeps(self, base: StoredTensor | None) -> bool:
         """Whether the weight is the model's own. PEFT saves unchanged embeddings."""
         if not self._is_whole or self.values is None or base is None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from headrace.checkpoint.load import open_checkpoint
 from headrace.cli.main import main
 from headrace.errors import FormatError, ModelError, ModelNotFoundError, UnsupportedModelError
 from headrace.model import FAMILIES
+from headrace.model.spec import ExpertSpec
 from headrace.program.adapter import Adapter, LowRank, OwnWeight
 from headrace.quant.formats import StoredTensor
 from tests.fuzz.files import tiny_gguf
@@ -268,11 +270,20 @@ REFUSED_FILES: dict[str, tuple[dict[str, Floats], dict[str, Any], type[ModelErro
         FormatError,
         r"attn_q has lora_a \[4, 32\]; expected both",
     ),
-    "experts": (
+    "half of the experts' matrices": (
         {"blk.0.ffn_up_exps.weight.lora_a": matrix(2, 4, DIM)},
         {},
+        FormatError,
+        r"ffn_up_exps has a \[2, 4, 32\]; expected both matrices of all experts",
+    ),
+    "experts that the model lacks": (
+        {
+            "blk.0.ffn_up_exps.weight.lora_a": matrix(2, 4, DIM),
+            "blk.0.ffn_up_exps.weight.lora_b": matrix(2, 8, 4),
+        },
+        {},
         UnsupportedModelError,
-        "ffn_up_exps.weight.lora_a",
+        r"0.up \(experts\) is not a module of a llama model",
     ),
     "another layer": (
         {name.replace("blk.0", "blk.7"): tensor for name, tensor in GOOD.items()},
@@ -289,6 +300,78 @@ def test_refused_files(case: str, tmp_path: Path) -> None:
     tensors, metadata, error, message = REFUSED_FILES[case]
     with pytest.raises(error, match=message):
         read_adapter(gguf_file(tmp_path / "a.gguf", tensors, **metadata), SPEC)
+
+
+COUNT, FFN = 3, 24
+MIXTRAL = replace(
+    SPEC, architecture="mixtral", experts=ExpertSpec(num_experts=COUNT, top_k=2, ffn_dim=FFN)
+)
+EXPERTS = {"gate": (FFN, DIM), "up": (FFN, DIM), "down": (DIM, FFN)}
+
+
+def products(adapter: Adapter) -> dict[str, Floats]:
+    """What is added to each weight of the experts."""
+    found = {}
+    for name, change in adapter.items():
+        assert isinstance(change, OwnWeight) and change.delta
+        down, up, scale = change.delta
+        found[name] = scale * up @ down
+    return found
+
+
+def test_stacked_experts_of_all_makers(tmp_path: Path) -> None:
+    """PEFT's, mlx-lm's and llama.cpp's forms of the same matrices, scaled by 2."""
+    peft, mlx, ggml, fused = (dict[str, Floats]() for _ in range(4))
+    for part, (rows, cols) in EXPERTS.items():
+        a, b = matrix(COUNT, RANK, cols), matrix(COUNT, rows, RANK)
+        name = {"gate": "w1", "up": "w3", "down": "w2"}[part]
+        for expert in range(COUNT):
+            module = f"model.layers.1.block_sparse_moe.experts.{expert}.{name}"
+            peft |= {f"{module}.lora_A.weight": a[expert], f"{module}.lora_B.weight": b[expert]}
+        module = f"model.layers.1.block_sparse_moe.switch_mlp.{part}_proj"
+        mlx |= {f"{module}.lora_a": a.reshape(-1, cols), f"{module}.lora_b": b}
+        module = f"blk.1.ffn_{part}_exps.weight"
+        ggml |= {f"{module}.lora_a": a, f"{module}.lora_b": b}
+        if part == "down":
+            module = "model.layers.1.mlp.experts"
+            fused[f"{module}.lora_A.weight"] = a.reshape(-1, cols)
+            fused[f"{module}.lora_B.weight"] = b.transpose(1, 2, 0).reshape(rows, -1)
+    for name in ("peft", "mlx", "fused", "swapped"):
+        (tmp_path / name).mkdir()
+    wanted = products(read_adapter(peft_folder(tmp_path / "peft", peft), MIXTRAL))
+    assert len(wanted) == 3 * COUNT
+    names = {"target_parameters": ["mlp.experts.down_proj"]}
+    # Some versions of PEFT take the columns of a stored matrix for its rows.
+    swapped = {
+        "model.layers.1.mlp.experts.lora_A.weight": matrix(COUNT, DIM, RANK)
+        .transpose(0, 2, 1)
+        .reshape(-1, DIM),
+        "model.layers.1.mlp.experts.lora_B.weight": matrix(COUNT, RANK, FFN)
+        .transpose(2, 1, 0)
+        .reshape(FFN, -1),
+    }
+    llama = replace(MIXTRAL, architecture="llama")
+    for found in (
+        read_adapter(mlx_folder(tmp_path / "mlx", mlx), MIXTRAL),
+        read_adapter(gguf_file(tmp_path / "a.gguf", ggml), llama),
+        read_adapter(peft_folder(tmp_path / "fused", fused, **names), MIXTRAL),
+        read_adapter(peft_folder(tmp_path / "swapped", swapped, **names), MIXTRAL),
+    ):
+        for name, values in products(found).items():
+            np.testing.assert_allclose(values, wanted[name], rtol=1e-5, err_msg=name)
+
+
+def test_refused_experts(tmp_path: Path) -> None:
+    module = "model.layers.1.mlp.experts"
+    pair = {f"{module}.lora_A.weight": matrix(6, 9), f"{module}.lora_B.weight": matrix(DIM, 6)}
+    for names, error, message in (
+        (["mlp.experts.down_proj"], FormatError, "of another model"),
+        (["mlp.experts.magic"], UnsupportedModelError, "target_parameters has magic"),
+        (["mlp.experts.down_proj", "mlp.experts.gate_up_proj"], FormatError, "lacks matrices of"),
+        ([], UnsupportedModelError, "target_parameters has no parameter"),
+    ):
+        with pytest.raises(error, match=message):
+            read_adapter(peft_folder(tmp_path, pair, target_parameters=names), MIXTRAL)
 
 
 MLX_PAIR = {f"{V}.lora_a": matrix(DIM, 4), f"{V}.lora_b": matrix(4, KV_ROWS)}

@@ -119,6 +119,30 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_modules": ["q_proj", "o_proj", "down_proj"], "r": 4, "lora_bias": True},
     ),
 }
+PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+OWN |= {
+    "experts": (
+        "mixtral",
+        {"target_modules": QKV, "target_parameters": PARAMETERS, "r": 3, "lora_alpha": 6},
+    ),
+    "gates and ups of experts": (
+        "qwen3-moe",
+        {
+            "target_modules": QKV,
+            "target_parameters": PARAMETERS[:1],
+            "r": 2,
+            "alpha_pattern": {"mlp.experts.gate_up_proj": 3},
+        },
+    ),
+    "transposed experts": (
+        "gpt-oss",
+        {"target_modules": QKV, "target_parameters": PARAMETERS, "r": 2},
+    ),
+    "experts after a dense layer": (
+        "deepseek-v3",
+        {"target_modules": ["kv_b_proj"], "target_parameters": PARAMETERS[1:], "r": 2},
+    ),
+}
 _CHANGED = ("lora_", "modules_to_save", "trainable_tokens_delta")
 
 
@@ -210,6 +234,9 @@ MERGED = [
     "embedding and a tied head",
     "tokens of a tie",
     "all biases",
+    "experts",
+    "transposed experts",
+    "experts after a dense layer",
 ]
 
 
@@ -328,11 +355,6 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any], Tensors], object], type[Model
         FormatError,
         "2 rows for 2 tokens up to 101, and the model has 101 tokens",
     ),
-    "experts' parameters": (
-        changed("target_parameters", ["experts.gate_up_proj"]),
-        UnsupportedModelError,
-        "target_parameters .* merge the adapter with PEFT",
-    ),
     "changed base weights": (
         changed("init_lora_weights", "pissa"),
         UnsupportedModelError,
@@ -399,15 +421,25 @@ def test_folders_without_an_adapter(saved: tuple[Checkpoint, Path], tmp_path: Pa
         read_adapter(tmp_path, checkpoint.spec)
 
 
-def test_an_adapter_of_experts_is_refused(saved: tuple[Checkpoint, Path], tmp_path: Path) -> None:
-    save_model("mixtral", tmp_path)
-    _, folder = saved
-    tensors = load_file(folder / "adapter_model.safetensors")
-    expert = {
-        name.replace("self_attn.q_proj", "block_sparse_moe.experts.1.w1"): tensors[name]
-        for name in (A, B)
-    }
-    (tmp_path / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())
-    save_file(expert, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(UnsupportedModelError, match=r"experts\.1\.w1 is not a single linear layer"):
-        read_adapter(tmp_path, open_checkpoint(tmp_path).spec)
+def test_adapters_of_single_experts(tmp_path: Path) -> None:
+    """The names of transformers 4, which has a module for each expert."""
+    model = save_model("mixtral", tmp_path / "model")
+    base, rng = model.state_dict(), np.random.default_rng(0)
+    prefix = "base_model.model.model.layers.1.block_sparse_moe.experts.1"
+    tensors, fused = {}, base["model.layers.1.mlp.experts.gate_up_proj"]
+    for half, name in enumerate(("w1", "w3")):
+        rows = fused.shape[1] // 2
+        a, b = (
+            rng.standard_normal(shape, np.float32) / 4 for shape in ((2, fused.shape[2]), (rows, 2))
+        )
+        tensors |= {f"{prefix}.{name}.lora_A.weight": a, f"{prefix}.{name}.lora_B.weight": b}
+        fused[1, half * rows : (half + 1) * rows] += torch.from_numpy(2 * b @ a)
+    (tmp_path / "adapter").mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    want = logits_of(model, TOKENS)
+    with_it, without = our_logits(
+        open_checkpoint(tmp_path / "model"), tmp_path / "adapter", "reference", 1
+    )
+    assert distance(with_it, want) < 1e-4 < distance(without, want)
