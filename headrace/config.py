@@ -141,8 +141,10 @@ class EngineConfig:
     """Seconds that a request may wait for its first step before it ends with `timeout`;
     0: no limit.
     """
-    seed: int = 0
-    """Base seed for requests that set none. It changes their sampled tokens."""
+    seed: int | None = 0
+    """Base seed for requests that set none. It changes their sampled tokens. None: a new
+    random seed for each engine, as in servers, so that a restart repeats no noise.
+    """
 
     proposer: Literal[
         "off",

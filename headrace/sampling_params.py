@@ -174,7 +174,7 @@ class SamplingParams:
         help="seed of the random numbers; the same seed gives the same answer",
     )
     """Seed of the random numbers; the same seed gives the same tokens. None: derived
-    from the engine's seed and the number of the request.
+    from the engine's seed and the number of the request, or the `custom_id` in a batch.
     """
     stop: str | Sequence[str] | None = None
     """Texts that end the output; the output does not contain them. A text with the name of a

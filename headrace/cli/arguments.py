@@ -47,6 +47,10 @@ def add_sanitize_control_tokens(group: Arguments) -> None:
     )
 
 
+def add_seed(group: Arguments, default: int | None, text: str) -> None:
+    group.add_argument("--seed", type=int, default=default, metavar="N", help=text)
+
+
 def add_threads(parser: Arguments) -> None:
     parser.add_argument(
         "--threads",

@@ -3,7 +3,8 @@
 IN has a request on each line: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",
 "body": {"messages": [...]}}. /v1/completions, /v1/embeddings and /v1/responses work as well. OUT
 gets a line with the same custom_id for each response, in order of completion. The same command
-resumes an interrupted batch: it skips requests that have a line in OUT.
+resumes an interrupted batch: it skips requests that have a line in OUT, and the others get the
+responses of an uninterrupted run. One command at a time may use an OUT.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from headrace.cli.arguments import (
     add_parallel,
     add_rope,
     add_sanitize_control_tokens,
+    add_seed,
     add_strict_schemas,
     add_threads,
     engine_options,
@@ -46,6 +48,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--ignore-advised-sampling",
         action="store_true",
         help="no sampling defaults from the model's generation_config.json",
+    )
+    add_seed(
+        model,
+        0,
+        "base seed for requests without one; the seed of such a request follows from N and its "
+        "custom_id",
     )
     add_strict_schemas(model)
     compute = parser.add_argument_group("compute")
@@ -86,7 +94,11 @@ def run(args: argparse.Namespace) -> int:
     from headrace.server.batch import run_batch
     from headrace.server.settings import Settings
 
-    sizes = {"max_model_len": args.max_model_len, "max_num_seqs": args.max_num_seqs}
+    sizes = {
+        "max_model_len": args.max_model_len,
+        "max_num_seqs": args.max_num_seqs,
+        "seed": args.seed,
+    }
     settings = Settings(
         model_name=model_name(args.model),
         ignore_advised_sampling=args.ignore_advised_sampling,

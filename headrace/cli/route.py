@@ -32,13 +32,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="API key of the workers (default: HEADRACE_WORKER_KEY)",
     )
-    workers.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="base seed for requests without one; must match the workers",
-    )
     limits.add_argument(
         "--max-model-len",
         type=int,

@@ -45,6 +45,7 @@ _ENGINE_OPTIONS = (
     "kv_offload_bytes",
     "chunked_prefill_size",
     "queue_timeout",
+    "seed",
     "proposer",
     "draft_model",
     *ROPE,

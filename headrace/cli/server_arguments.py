@@ -11,6 +11,7 @@ from headrace.cli.arguments import (
     Arguments,
     add_model,
     add_sanitize_control_tokens,
+    add_seed,
     add_strict_schemas,
 )
 from headrace.errors import RequestError
@@ -71,6 +72,7 @@ def _add_model_options(group: Arguments) -> None:
         action="store_true",
         help="no sampling defaults from the model's generation_config.json",
     )
+    add_seed(group, None, "base seed for requests without one (default: random at each start)")
     add_sanitize_control_tokens(group)
     add_strict_schemas(group)
     group.add_argument(

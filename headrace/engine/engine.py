@@ -43,6 +43,7 @@ from headrace.program.kv import KvGroup
 from headrace.proposer import Proposer
 from headrace.record import frozen
 from headrace.request import DEFAULT_OPTIONS, CheckedRequest, PoolingParams, RequestOptions
+from headrace.sampling.sampler import random_seed
 from headrace.sampling_params import SamplingParams
 from headrace.speculation.manager import SpeculationManager
 from headrace.stats import BlockMap, Stats
@@ -108,6 +109,7 @@ class Engine:
         self._constraints = Constraints(tokenizer, limits.vocab_size)
         self._requests: dict[str, Request] = {}
         self._numbers = count()
+        self._seed = random_seed() if config.seed is None else config.seed
         self._deadlines = Deadlines()
         self._queue_deadlines = Deadlines()
         self._meter = Meter(clock())
@@ -220,7 +222,7 @@ class Engine:
         )
         seqs = create_sequences(
             request,
-            self.config,
+            self._seed,
             self._tokenizer,
             self.limits.vocab_size,
             checked.output_token_ids,
@@ -352,7 +354,7 @@ class Engine:
         seqs = recreate_sequences(
             request,
             self._acceptor(request.params),
-            self.config,
+            self._seed,
             self._tokenizer,
             self.limits.vocab_size,
         )

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Lists
 
 from headrace.acceptors import Acceptor
-from headrace.config import EngineConfig
 from headrace.engine.output import Output, TokenizerView, end_ids, stop_patterns
 from headrace.engine.sequence import Request, Sequence
 from headrace.errors import ConstraintError, RequestError
@@ -17,19 +16,20 @@ _TOO_MANY = "{name} has {count} tokens, but at most {limit:,} may follow the pro
 
 def create_sequences(
     request: Request,
-    config: EngineConfig,
+    seed: int,
     tokenizer: TokenizerView,
     vocab_size: int,
     output_token_ids: Lists[Lists[int]] = (),
 ) -> list[Sequence]:
     """Create all sequences of a request, and return the sequences to queue.
 
-    They continue after `output_token_ids`. Without these the first sequence computes the prompt
+    A request without a seed gets one from the base seed `seed` and its number. The sequences
+    continue after `output_token_ids`. Without these the first sequence computes the prompt
     for its siblings.
     """
     params, prompt = request.params, request.prompt_token_ids
-    seed = derive_seed(config.seed, request.number) if params.seed is None else params.seed
-    sampler = make_sampler(params, prompt, vocab_size, seed, end_ids(params, tokenizer))
+    own_seed = derive_seed(seed, request.number) if params.seed is None else params.seed
+    sampler = make_sampler(params, prompt, vocab_size, own_seed, end_ids(params, tokenizer))
     patterns = stop_patterns(params, tokenizer)
     max_tokens = request.limit - len(prompt)
 
@@ -54,7 +54,7 @@ def create_sequences(
 def recreate_sequences(
     request: Request,
     acceptor: Acceptor,
-    config: EngineConfig,
+    seed: int,
     tokenizer: TokenizerView,
     vocab_size: int,
 ) -> list[Sequence]:
@@ -67,7 +67,7 @@ def recreate_sequences(
     request.acceptor = acceptor
     if request.pooling:
         request.pooling.reset()
-    create_sequences(request, config, tokenizer, vocab_size)
+    create_sequences(request, seed, tokenizer, vocab_size)
     if not acceptor.is_group:
         for seq, output in zip(request.seqs, outputs, strict=True):
             seq.output = output

@@ -43,8 +43,14 @@ _INTEGERS = {  # option: (min, max)
     "draft_width": (1, 16),
     "seed": (0, 2**64 - 1),
 }
-_NULLABLE = ("max_num_seqs", "max_num_batched_tokens", "chunked_prefill_size", "rope_scaling")
-"""Options whose None means the default of the backend or model."""
+_NULLABLE = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "chunked_prefill_size",
+    "rope_scaling",
+    "seed",
+)
+"""Options whose None means the default of the backend or model, or a random number."""
 _NUMBERS = {  # option: max
     "target_token_ms": 1e6,
     "multi_step_ms": 1e6,

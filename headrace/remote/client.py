@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import count
 
 import msgspec
@@ -18,6 +19,7 @@ from headrace.remote.heartbeat import Heartbeat, cpu_ticks
 from headrace.remote.quarantine import Quarantine
 from headrace.remote.start import StartedEngine, start_engine
 from headrace.remote.stream import Stream
+from headrace.sampling.sampler import derive_seed
 
 _STALE_SECONDS = 2.0
 """Heartbeat age of a stalled engine that used no CPU time."""
@@ -176,7 +178,7 @@ class EngineClient:
         self._heartbeat = heartbeat
         try:
             reader, self._writer = await asyncio.open_connection(sock=started.connection)
-            self._send(frames.Setup(self._model, self._config, self.adapters))
+            self._send(frames.Setup(self._model, self._seeded_config(), self.adapters))
             watch = asyncio.ensure_future(self._watch(heartbeat))
             try:
                 return await self._read_events(reader)
@@ -186,6 +188,16 @@ class EngineClient:
             await self._end_process()
             self._heartbeat = None
             heartbeat.close()
+
+    def _seeded_config(self) -> EngineConfig:
+        """Return the configuration with a base seed that no earlier engine had.
+
+        Each engine counts its requests from 0, so an equal base seed would repeat all noise.
+        """
+        seed = self._config.seed
+        if seed is None or not self.restarts:
+            return self._config
+        return replace(self._config, seed=derive_seed(seed, f"restart {self.restarts}"))
 
     async def _read_events(self, reader: asyncio.StreamReader) -> str:
         buffer = bytearray()

@@ -16,6 +16,7 @@ __all__ = [
     "Sampler",
     "derive_seed",
     "make_sampler",
+    "random_seed",
     "token_logprobs",
     "with_logprobs",
 ]
@@ -45,12 +46,17 @@ def make_sampler(
     )
 
 
-def derive_seed(seed: int, number: int) -> int:
-    """The seed of a request without one: 64 bits from the engine's seed and `number`."""
+def random_seed() -> int:
+    """Return 64 random bits of the operating system."""
+    return int.from_bytes(os.urandom(8), "little")
+
+
+def derive_seed(seed: int, name: int | str) -> int:
+    """The seed of a request without one: 64 bits from a base seed and its number or name."""
     # hashlib loads OpenSSL, and `headrace run` sets a seed.
     from hashlib import blake2b
 
-    return int.from_bytes(blake2b(f"{seed}/{number}".encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
 
 
 def token_logprobs(logits: NDArray[np.float32], token: int, num_logprobs: int) -> TokenLogprobs:

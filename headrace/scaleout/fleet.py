@@ -18,6 +18,7 @@ from headrace.remote.engine import State
 from headrace.remote.errors import EngineDeadError, EngineError, NotReadyError
 from headrace.remote.replica_status import ReplicaStatus
 from headrace.remote.stream import Stream
+from headrace.sampling.sampler import random_seed
 from headrace.scaleout.aggregate import ReportTotals, combine_blocks, combine_info, common_adapters
 from headrace.scaleout.dispatcher import Dispatcher, ReplicaLostError, RequestEvent
 from headrace.scaleout.fleet_quarantine import FleetQuarantine
@@ -32,10 +33,14 @@ log = logging.getLogger("headrace.scaleout")
 class Fleet:
     exit_code = 1
 
-    def __init__(self, dispatcher: Dispatcher, seed: int = 0, wait_seconds: float = 30.0) -> None:
-        """`wait_seconds`: maximum wait of a request for a replica."""
+    def __init__(
+        self, dispatcher: Dispatcher, seed: int | None = 0, wait_seconds: float = 30.0
+    ) -> None:
+        """`seed`: base seed of requests without one, or None for a random one; `wait_seconds`:
+        maximum wait of a request for a replica.
+        """
         self._dispatcher = dispatcher
-        self._seed = seed
+        self._seed = random_seed() if seed is None else seed
         self._wait_seconds = wait_seconds
         self._numbers = count()
         self._running: dict[str, asyncio.Task[None]] = {}

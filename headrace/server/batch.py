@@ -1,11 +1,14 @@
 """Runs a file of requests in OpenAI's batch format, without HTTP.
 
-A resumed batch skips requests with a complete line in the output.
+A resumed batch skips requests with a complete line in the output. The noise of a request without
+a seed follows from its custom_id, so a resumed batch has the responses of an uninterrupted one.
 """
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 from uuid import uuid4
@@ -16,9 +19,11 @@ from headrace.config import EngineConfig
 from headrace.errors import RequestError
 from headrace.remote.client import EngineClient
 from headrace.remote.errors import EngineDeadError
+from headrace.sampling.sampler import derive_seed
 from headrace.server.app import make_app
 from headrace.server.asgi_app import AsgiApp
-from headrace.server.http_exchange import Message
+from headrace.server.file_lock import locked_for_append
+from headrace.server.http_exchange import BASE_SEED, Message
 from headrace.server.settings import Settings
 from headrace.server.startup import start_server
 from headrace.server.state import ServerState
@@ -92,33 +97,55 @@ def run_batch(
 ) -> tuple[int, int]:
     """Run the requests that have no response; returns the number of responses and of errors.
 
-    Raises RequestError, EngineStartError and EngineDeadError.
+    `config.seed` is the base seed of requests without one; None means 0. Raises RequestError, also
+    if another process writes to `target`, EngineStartError and EngineDeadError. A signal ends the
+    run between two lines, and then reaches the handler that it had before.
     """
     requests = read_requests(source)
-    finished = finished_ids(target)
+    if target.exists() and target.samefile(source):
+        raise RequestError(f"{target} is the input file; choose another output file")
+    with _open(source) as lines, locked_for_append(target) as output:
+        return _run_rest(model, config, settings, requests, lines, output, on_progress)
+
+
+def _run_rest(
+    model: str,
+    config: EngineConfig,
+    settings: Settings,
+    requests: list[tuple[str, int]],
+    lines: BinaryIO,
+    output: BinaryIO,
+    on_progress: Callable[[int, int], None],
+) -> tuple[int, int]:
+    finished = finished_ids(Path(output.name))
     offsets = [offset for custom_id, offset in requests if custom_id not in finished]
     num_finished = len(requests) - len(offsets)
     on_progress(num_finished, len(requests))
     if not offsets:
         return 0, 0
 
-    async def run(lines: BinaryIO, output: BinaryIO) -> tuple[int, int]:
+    async def run() -> tuple[int, int]:
         engine = EngineClient(model, config, {}, settings.stall_seconds)
         async with start_server(model, config, settings, engine) as state:
             batch = _Batch(
-                state, lines, output, lambda count: on_progress(num_finished + count, len(requests))
+                state=state,
+                seed=config.seed or 0,
+                lines=lines,
+                output=output,
+                on_response=lambda count: on_progress(num_finished + count, len(requests)),
             )
             await batch.run(offsets)
             return batch.num_responses, batch.num_errors
 
-    with _open(source) as lines, target.open("ab", buffering=0) as output:
-        return asyncio.run(run(lines, output))
+    return _run_until_signal(run())
 
 
 class _Batch:
     def __init__(
         self,
+        *,
         state: ServerState,
+        seed: int,
         lines: BinaryIO,
         output: BinaryIO,
         on_response: Callable[[int], None],
@@ -127,6 +154,7 @@ class _Batch:
         self.num_errors = 0
         self._engine = state.engine
         self._app = make_app(state)
+        self._seed = seed
         self._lines = lines
         self._output = output
         self._on_response = on_response
@@ -161,7 +189,9 @@ class _Batch:
 
     async def _run_request(self, request: BatchRequest) -> tuple[int, bytes]:
         for _ in range(_MAX_TRIES):
-            status, body = await _send(self._app, request)
+            status, body = await _send(
+                self._app, request, derive_seed(self._seed, request.custom_id)
+            )
             if status != 503:
                 break
             while self._engine.state in ("loading", "stalled"):
@@ -171,7 +201,48 @@ class _Batch:
         return status, body
 
 
-async def _send(app: AsgiApp, request: BatchRequest) -> tuple[int, bytes]:
+def _run_until_signal(work: Coroutine[Any, Any, tuple[int, int]]) -> tuple[int, int]:
+    """Run a coroutine; a signal cancels it, and then goes to its earlier handler."""
+    received: list[int] = []
+
+    async def run() -> tuple[int, int]:
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+
+        def on_signal(number: int) -> None:
+            if received:  # a second signal does not wait for the end of the engine
+                os._exit(128 + number)
+            received.append(number)
+            task.cancel()
+
+        for number in previous:
+            loop.add_signal_handler(number, on_signal, number)
+        return await task
+
+    previous = _signal_handlers()
+    try:
+        return asyncio.run(run())
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        return 0, 0
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        for number in received:
+            signal.raise_signal(number)
+
+
+def _signal_handlers() -> dict[int, Any]:
+    """Return the handlers of signals that end a process, by number; ignored ones are left out."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    return {number: old for number, old in handlers.items() if old not in (signal.SIG_IGN, None)}
+
+
+async def _send(app: AsgiApp, request: BatchRequest, seed: int) -> tuple[int, bytes]:
+    """Return status and body of the response; `seed` is for a request that sets none."""
     body = msgspec.json.encode(request.body)
     messages: list[Message] = []
     body_received = asyncio.Event()
@@ -190,6 +261,7 @@ async def _send(app: AsgiApp, request: BatchRequest) -> tuple[int, bytes]:
         "path": request.url,
         "method": request.method,
         "headers": [(b"host", b"localhost")],
+        "extensions": {BASE_SEED: seed},
     }
     await app(scope, receive, send)
     parts = [message.get("body", b"") for message in messages[1:]]

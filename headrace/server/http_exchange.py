@@ -20,6 +20,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 _T = TypeVar("_T")
+BASE_SEED = "headrace.seed"
+"""ASGI extension: the base seed for the prompts of this request that set none."""
 SSE_DONE = b"data: [DONE]\n\n"
 _SSE_PING = b": ping\n\n"
 _SSE_HEADERS = {
@@ -48,6 +50,7 @@ class HttpExchange:
         """Further headers of the response."""
         self.record = RequestRecord.of(scope["method"], scope["path"], self._headers)
         self.api_key: str | None = None
+        self.base_seed: int | None = (scope.get("extensions") or {}).get(BASE_SEED)
         self.response_started = False
         self._receive = receive
         self._send = send

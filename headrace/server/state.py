@@ -21,6 +21,7 @@ from headrace.remote.engine import RemoteEngine
 from headrace.remote.errors import NotReadyError
 from headrace.remote.stream import Stream
 from headrace.request import PoolingParams, RequestOptions
+from headrace.sampling.sampler import derive_seed
 from headrace.sampling_params import SamplingParams
 from headrace.server.errors import (
     ApiError,
@@ -235,9 +236,12 @@ class ServerState:
         record.model = options.adapter or self.settings.model_name
         record.prompt_tokens = sum(map(len, prompts))
         try:
-            for token_ids in prompts:
+            for index, token_ids in enumerate(prompts):
+                seeded = params
+                if params and params.seed is None and http.base_seed is not None:
+                    seeded = replace(params, seed=derive_seed(http.base_seed, index))
                 request = frames.Add(
-                    prompt_token_ids=token_ids, params=params, pooling=pooling, options=options
+                    prompt_token_ids=token_ids, params=seeded, pooling=pooling, options=options
                 )
                 streams.append(await http.while_connected(self.engine.submit(request)))
             yield streams

@@ -92,6 +92,15 @@ class TestRefusals:
         (result,) = run_all(engine, [([1] * 30, SamplingParams(max_tokens=7, seed=0))])
         assert len(result.outputs[0].token_ids) == 7
 
+    def test_the_base_seed_of_requests_without_one(self) -> None:
+        """The default is 0; None is another seed for each engine."""
+        params = SamplingParams(max_tokens=20)
+        drawn = [
+            run_all(toy_engine(**seed), [([1], params)])[0].outputs[0].token_ids
+            for seed in ({}, {"seed": 0}, {"seed": 1}, {"seed": None}, {"seed": None})
+        ]
+        assert drawn[0] == drawn[1] and len(set(map(tuple, drawn))) == 4
+
 
 class TestEnds:
     def test_the_context_cuts_max_tokens(self) -> None:

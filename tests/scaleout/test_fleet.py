@@ -95,6 +95,18 @@ def run(
     asyncio.run(main())
 
 
+def test_fleets_without_a_base_seed_repeat_no_noise() -> None:
+    tokens: list[list[int]] = []
+
+    async def test(fleet: Fleet, replicas: LocalReplicas) -> None:
+        received = await receive(await fleet.submit(add([1], SamplingParams(max_tokens=20))))
+        tokens.append(received.tokens[0])
+
+    for seed in (None, None, 0, 0):
+        run(test, seed=seed)
+    assert tokens[2] == tokens[3] and len(set(map(tuple, tokens))) == 3
+
+
 def kill_at_random(replicas: LocalReplicas, seed: int, probability: float, max_deaths: int) -> None:
     """Kill replicas with a probability per event, which is then lost."""
     random, left = Random(seed), [max_deaths]

@@ -1,6 +1,7 @@
 """`headrace batch`: one response for every request, also if the run is interrupted."""
 
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from headrace import LLM, SamplingParams
+from headrace.sampling.sampler import derive_seed
 from tests.server.running import SECONDS, engine_of
 
 FLAGS = ("--threads", "1", "--max-model-len", "1024", "--max-num-seqs", "4")
@@ -106,21 +108,37 @@ def test_batch_routes_and_errors(model: str, llm: LLM, tmp_path: Path) -> None:
     )
 
 
+def sampled(number: int) -> dict[str, Any]:
+    """Two equal prompts in a body without a seed."""
+    body = request(0, 300)["body"] | {"prompt": ["hello", "hello"], "temperature": 1}
+    return request(number) | {"body": body}
+
+
 def test_batch_resumes_after_kills(model: str, llm: LLM, tmp_path: Path) -> None:
+    """The resumed batch has the responses of an uninterrupted one, also without a seed."""
     source, target, rng = (
-        write(tmp_path / "in.jsonl", [request(i, 300) for i in range(60)]),
+        write(
+            tmp_path / "in.jsonl",
+            [sampled(i) if i % 6 == 0 else request(i, 300) for i in range(60)],
+        ),
         tmp_path / "out.jsonl",
         random.Random(0),
     )
-    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGINT):
-        process = subprocess.Popen(command(model, source, target), stderr=subprocess.DEVNULL)
+    for number, code in (
+        (signal.SIGKILL, -9),
+        (signal.SIGTERM, 143),
+        (signal.SIGKILL, -9),
+        (signal.SIGINT, 130),
+    ):
+        process = subprocess.Popen(command(model, source, target), stderr=subprocess.PIPE)
         size, end = target.stat().st_size if target.exists() else 0, time.monotonic() + SECONDS
         while process.poll() is None and (not target.exists() or target.stat().st_size == size):
             assert time.monotonic() < end
             time.sleep(0.002)
         time.sleep(rng.random() / 20)
         process.send_signal(number)
-        process.wait(SECONDS)
+        _, stderr = process.communicate(timeout=SECONDS)
+        assert process.returncode in (code, 0) and b"Traceback" not in stderr, stderr
     with target.open("ab") as file:
         file.write(b'{"custom_id": "request-')  # a line that a full disk cut off
     assert run(model, source, target).returncode == 0
@@ -128,9 +146,35 @@ def test_batch_resumes_after_kills(model: str, llm: LLM, tmp_path: Path) -> None
     assert found.keys() == {f"request-{i}" for i in range(60)}
     params = SamplingParams(max_tokens=300, temperature=0, ignore_eos=True)
     for i, result in enumerate(llm.generate([f"hello {i}" for i in range(60)], params)):
-        assert (
-            found[f"request-{i}"]["body"]["choices"][0]["token_ids"] == result.outputs[0].token_ids
-        )
+        if i % 6:
+            assert found[f"request-{i}"]["body"]["choices"][0]["token_ids"] == (
+                result.outputs[0].token_ids
+            )
+    noise = set()
+    for i in range(0, 60, 6):
+        for index, choice in enumerate(found[f"request-{i}"]["body"]["choices"]):
+            seed = derive_seed(derive_seed(0, f"request-{i}"), index)
+            params = SamplingParams(max_tokens=300, temperature=1, ignore_eos=True, seed=seed)
+            (result,) = llm.generate(["hello"], params)
+            assert choice["token_ids"] == result.outputs[0].token_ids
+            noise.add(choice["text"])
+    assert len(noise) == 20
+
+
+def test_batch_locks_its_output(model: str, tmp_path: Path) -> None:
+    """A second run names the first. The lock of a run that was killed is gone."""
+    source, target = write(tmp_path / "in.jsonl", [request(0)]), tmp_path / "out.jsonl"
+    partial = b'{"custom_id": "request-'
+    with target.open("wb") as file:
+        file.write(partial)
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        done = run(model, source, target)
+        assert done.returncode == 2 and target.read_bytes() == partial
+        assert f"out.jsonl: process {os.getpid()} writes its responses to this" in done.stderr
+    done = run(model, source, source)
+    assert done.returncode == 2 and "is the input file; choose another" in done.stderr
+    assert run(model, source, target).returncode == 0 and len(responses(target)) == 1
 
 
 def test_batch_survives_engine_death(model: str, tmp_path: Path) -> None:

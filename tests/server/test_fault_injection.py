@@ -89,6 +89,7 @@ def test_request_that_kills_the_engine_is_quarantined(
                 extra_body=poisoned_request(stage),
                 messages=[],
             )
+            noise = [unseeded(faulty) for _ in range(3)]
             for restarts, code in enumerate(
                 ["engine_dead", "engine_dead", "request_quarantined", "request_quarantined"], 1
             ):
@@ -98,6 +99,13 @@ def test_request_that_kills_the_engine_is_quarantined(
                 until(lambda faulty=faulty, count=restarts: is_ready(faulty, min(count, 2)))
         for body, choices in zip(NEIGHBOURS[:2], expected, strict=False):
             assert faulty.post("/v1/chat/completions", body).json["choices"] == choices
+        noise += [unseeded(faulty) for _ in range(3)]
+        assert len(set(noise)) == 6, "an engine that restarts repeats no noise"
+
+
+def unseeded(server: Running) -> str:
+    body = {"prompt": "hello", "max_tokens": 20, "temperature": 1, "ignore_eos": True}
+    return str(server.post("/v1/completions", body).json["choices"][0]["text"])
 
 
 def test_neighbours_of_a_killing_request_are_served_after_retry(
