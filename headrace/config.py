@@ -137,6 +137,10 @@ class EngineConfig:
     """
     target_token_ms: float = 0
     """Milliseconds of a step above which waiting requests are not admitted; 0: no limit."""
+    priority_scheduling_preemption_threshold: int = 1
+    """Minimum difference of priorities at which a waiting request preempts running ones, if
+    that costs them fewer steps than it saves the request; 0: never. Static batching ignores it.
+    """
     queue_timeout: float = 0
     """Seconds that a request may wait for its first step before it ends with `timeout`;
     0: no limit.

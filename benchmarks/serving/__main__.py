@@ -1,4 +1,5 @@
-"""Serving many requests: memory waste, batching, pauses, KV memory, KV formats and windows.
+"""Serving many requests: memory waste, batching, pauses, priorities, KV memory, KV formats and
+windows.
 
     python benchmarks/serving                                  everything
     python benchmarks/serving batching --requests 500
@@ -12,6 +13,7 @@ from bench import main
 from kv_formats import kv_formats
 from memory import memory
 from pauses import pauses
+from priority import priority
 from waste import waste
 from windows import windows
 
@@ -19,6 +21,7 @@ _ALL = {
     "waste": waste,
     "batching": batching,
     "pauses": pauses,
+    "priority": priority,
     "memory": memory,
     "kv_formats": kv_formats,
     "windows": windows,

@@ -45,6 +45,7 @@ _ENGINE_OPTIONS = (
     "kv_offload_bytes",
     "chunked_prefill_size",
     "queue_timeout",
+    "priority_scheduling_preemption_threshold",
     "seed",
     "proposer",
     "draft_model",
@@ -99,6 +100,8 @@ def _add_memory(group: Arguments) -> None:
         "max_num_seqs": "maximum sequences in a step (default: 64; 256 on a GPU)",
         "chunked_prefill_size": "prompt tokens in a step that also decodes (default: 16; 256 on a "
         "GPU)",
+        "priority_scheduling_preemption_threshold": "minimum difference of priorities at which a "
+        "waiting request preempts running ones, if that pays; 0: never",
         "kv_blocks": "number of KV blocks; 0: enough for --max-num-seqs sequences of "
         "--max-model-len tokens, within half of the memory",
         "kv_offload_bytes": "bytes of host memory for KV evicted from a GPU; 0: no offloading",

@@ -1,5 +1,7 @@
 """Records of a scheduled step."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -114,6 +116,21 @@ class RowBudget:
     """Logit rows left beyond the first of every sequence."""
     attention_crossover: float
     """Context length at which a row costs twice as much as at the start."""
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows left for prompts at the start of a context."""
+        return int(min(self.rows, self.chunk_work))
+
+    @contextmanager
+    def keeping(self, num_rows: int) -> Iterator[None]:
+        """Keep rows from the prompt that takes rows in this context; it can have at least one."""
+        kept = max(0, min(num_rows, self.chunk_rows - 1))
+        self.rows -= kept
+        self.chunk_work -= kept
+        yield
+        self.rows += kept
+        self.chunk_work += kept
 
     def take(self, seq: Sequence, max_rows: int) -> int:
         """Take up to `max_rows` rows of a sequence, and return their number."""

@@ -10,15 +10,27 @@ from math import ceil, inf
 from operator import attrgetter
 
 from headrace.config import EngineConfig
+from headrace.engine.preemption import PreemptionPolicy, max_steps
 from headrace.engine.scheduled import RowBudget, ScheduledSequence, SchedulerOutput
 from headrace.engine.sequence import Request, Sequence
 from headrace.engine.step_timer import StepTimer
-from headrace.kv.blocks import Demand
 from headrace.kv.manager import Copy, KvManager
 from headrace.kv.prefix import Hit, PrefixCache
 
 STEPS_PER_PRIORITY = 1000
 """Steps of waiting that raise a request by one level of priority."""
+
+MAX_PASSING_STEPS = 256
+"""Max steps for which requests that pass another one hold it up."""
+
+_MAX_CANDIDATES = 32
+"""Waiting sequences of a step that may pass others."""
+_MAX_MATCHES = 4
+"""Candidates of a step that are looked up in the prefix cache."""
+_MAX_SHARE = 4
+"""A prompt that is this many times shorter than the first gets rows ahead of it, at most one in
+this many.
+"""
 
 _RANK = attrgetter("rank")
 _GROUP = attrgetter("group")
@@ -49,6 +61,9 @@ class Scheduler:
         self._config = config
         self._attention_crossover = attention_crossover
         self._cache = self._new_cache()
+        self._preemption = PreemptionPolicy(kv, config)
+        self._needs_idle_victims = False
+        """Whether the next preemption waits for the steps in flight."""
         self._num_steps = 0
         self._dropped = set[Sequence]()
 
@@ -116,7 +131,7 @@ class Scheduler:
         Beams and masks that depend on sampled tokens exclude it, and so does preemption, because
         the blocks are in use.
         """
-        if self.suspects or len(self.running) > self._config.max_seqs:
+        if self.suspects or len(self.running) > self._config.max_seqs or self._needs_idle_victims:
             return False
         if any(seq.request.acceptor.is_group or seq.has_changing_mask for seq in self.running):
             return False
@@ -136,12 +151,15 @@ class Scheduler:
         while self._kv.is_overcommitted:
             self._preempt(self._choose_victim(self.running[0]))
         # Windows move on before the first allocation of the step, so that a sequence gets the
-        # blocks that it releases: see "No sequence is preempted twice" in the docs.
+        # blocks that it releases: see "For lack of blocks" in the docs.
         if self._kv.has_windows:
             for seq in self.running:
                 self._kv.advance(seq.tables, seq.settled, len(seq.known))
 
         only = self._choose_suspect() if self.suspects else None
+        if not self.suspects:
+            self._preempt_for_urgent()
+            self._admit_before_prompts()
         budget, groups = self._share_rows(only)
         output = SchedulerOutput(scheduled=[], copies=[], rest=budget)
         for rows in groups:
@@ -283,12 +301,23 @@ class Scheduler:
             budget.chunk_work = config.max_chunk_rows + num_decoding_rows
             budget.attention_crossover = self._attention_crossover
 
-        for group in prefilling:
-            # Beams sample in the same step, so each holds its last row back until all can sample.
-            num_held_back = 1 if len(group) > 1 else 0
-            for seq in group:
-                group[seq] = budget.take(seq, seq.num_until_sample - num_held_back)
+        if prefilling:
+            first, *others = prefilling
+            num_rows = max(seq.num_until_sample for seq in first)
+            short = [group for group in others if all(_is_short(seq, num_rows) for seq in group)]
+            short.sort(key=_num_rows)
+            num_kept = min(budget.chunk_rows // _MAX_SHARE or 1, sum(map(_num_rows, short)))
+            with budget.keeping(num_kept):
+                self._take_rows(budget, first)
+            for group in (*short, *(group for group in others if group not in short)):
+                self._take_rows(budget, group)
         return budget, groups
+
+    def _take_rows(self, budget: RowBudget, group: dict[Sequence, int]) -> None:
+        # Beams sample in the same step, so each holds its last row back until all can sample.
+        num_held_back = 1 if len(group) > 1 else 0
+        for seq in group:
+            group[seq] = budget.take(seq, seq.num_until_sample - num_held_back)
 
     def _is_runnable(self, seq: Sequence, only: Request | None) -> bool:
         """Whether a token to compute is available: in a pipeline only after the last stage."""
@@ -328,6 +357,29 @@ class Scheduler:
             return sampled[-1]
         return candidates[-1]
 
+    def _preempt_for_urgent(self) -> None:
+        """Preempt running sequences for the first waiting one, if that pays, and admit it."""
+        self._needs_idle_victims = False
+        if not self.waiting or not self._preemption.candidates(self.waiting[0], self.running):
+            return
+        seq = self.waiting[0]
+        hit = self._match_prefix(seq)
+        if self._may_run(seq) and self._fits(seq, hit):
+            return
+        max_width = self._config.max_seqs
+        if not self.step_timer.allows_admission:
+            max_width = min(max_width, sum(other.width for other in self.running))
+        victims = self._preemption.choose_victims(seq, hit, self.running, max_width)
+        if any(victim.num_in_flight for victim in victims):
+            self._needs_idle_victims = True
+            return
+        for victim in victims:
+            if victim.tables:  # else it was preempted with its group
+                self._preempt(victim)
+        if victims and self._fits(seq, hit := self._match_prefix(seq)):
+            self.waiting.remove(seq)  # the victims wait as well
+            self._start(seq, hit)
+
     def _preempt(self, victim: Sequence) -> None:
         group = [seq for seq in self.running if seq.group is victim.group]
         for seq in group:
@@ -346,15 +398,101 @@ class Scheduler:
     # Admission
 
     def _admit(self, output: SchedulerOutput, budget: RowBudget) -> None:
-        while self.waiting and budget.rows > 0 and budget.chunk_work > 0:
-            seq = self.waiting[0]
-            if seq.request in self.suspects or not self._may_run(seq):
-                return
-            hit = self._match_prefix(seq)
-            if not self._fits(seq, hit):
-                return
-            self._start(self.waiting.pop(0), hit)
+        while budget.rows > 0 and budget.chunk_work > 0 and (found := self._find_admissible()):
+            seq, hit = found
+            self.waiting.remove(seq)
+            self._start(seq, hit)
             self._schedule_group(output, {seq: budget.take(seq, seq.num_until_sample)})
+
+    def _admit_before_prompts(self) -> None:
+        """Admit more urgent and much shorter prompts before running prompts get all rows."""
+        if not self.waiting:
+            return
+        prefilling = [seq for seq in self.running if seq.num_uncomputed > 1]
+        if not prefilling:
+            return
+        first = prefilling[0]
+        num_rows = sum(
+            seq.num_until_sample for seq in prefilling if _is_short(seq, first.num_until_sample)
+        )
+        max_rows = self._config.max_chunk_rows // _MAX_SHARE or 1
+        while num_rows < max_rows and (found := self._find_admissible(first)):
+            seq, hit = found
+            self.waiting.remove(seq)
+            self._start(seq, hit)
+            num_rows += seq.num_until_sample
+
+    def _find_admissible(self, prompt: Sequence | None = None) -> tuple[Sequence, Hit] | None:
+        """Find the waiting sequence to admit: the first in rank, or a small one that may pass it.
+
+        If a running `prompt` is given, the sequence must get rows before it.
+        """
+        if not self.waiting or self.waiting[0].request in self.suspects:
+            return None
+        first, *others = self.waiting[:_MAX_CANDIDATES]
+        hit = self._match_if_admissible(first)
+        if hit and (prompt is None or self._comes_before(first, prompt)):
+            return first, hit
+        if not self._can_pass or not (hit or self._is_kept_out_by_earlier(first)):
+            return None
+
+        num_matches = 0
+        for seq in others:
+            if num_matches == _MAX_MATCHES:
+                return None
+            if self._is_small(seq, first) and (prompt is None or self._comes_before(seq, prompt)):
+                num_matches += 1
+                if hit := self._match_if_admissible(seq):
+                    return seq, hit
+        return None
+
+    def _match_if_admissible(self, seq: Sequence) -> Hit | None:
+        if not self._may_run(seq):
+            return None
+        hit = self._match_prefix(seq)
+        return hit if self._fits(seq, hit) else None
+
+    @property
+    def _can_pass(self) -> bool:
+        """Whether small waiting sequences may pass the first; False without a place."""
+        width = sum(seq.width for seq in self.running)
+        return (
+            not self.suspects and self.step_timer.allows_admission and width < self._config.max_seqs
+        )
+
+    def _is_kept_out_by_earlier(self, first: Sequence) -> bool:
+        """Whether running sequences of a lower rank keep the first waiting one out.
+
+        If only later ones do, no further request passes. They end within `MAX_PASSING_STEPS`.
+        """
+        place = bisect_left(self.running, first.rank, key=_RANK)
+        before, after = self.running[:place], self.running[place:]
+        if sum(seq.width for seq in (*before, first)) > self._config.max_seqs:
+            return True
+        hit = self._match_prefix(first)
+        return bool(before) and not self._preemption.fits(first, hit, before, after)
+
+    def _is_small(self, seq: Sequence, first: Sequence) -> bool:
+        """Whether a waiting sequence is smaller than the first, and ends soon."""
+        return (
+            seq.width * seq.length < first.width * first.length
+            and max_steps(seq, self._config.max_chunk_rows) <= MAX_PASSING_STEPS
+        )
+
+    def _comes_before(self, seq: Sequence, prompt: Sequence) -> bool:
+        """Whether a waiting sequence gets rows before a running prompt.
+
+        A short one does not if the prompt computes its next block, which it can share later.
+        """
+        if seq.rank < prompt.rank:
+            return True
+        if not _is_short(seq, prompt.num_until_sample):
+            return False
+        if self._cache is None or seq.scope != prompt.scope:
+            return True
+        start = self._match_prefix(seq).num_tokens
+        end = start + self._kv.block_size
+        return end > len(seq.known) or seq.known[start:end] != prompt.known[start:end]
 
     def _may_run(self, seq: Sequence) -> bool:
         if not self.running:
@@ -370,8 +508,7 @@ class Scheduler:
         """
         if not self.running and not self._dropped:
             return True
-        running = [(other.tables, _demand(other, other.computed)) for other in self.running]
-        return self._kv.fits(_demand(seq, hit.num_tokens), hit.blocks, running)
+        return self._preemption.fits(seq, hit, self.running)
 
     def _start(self, seq: Sequence, hit: Hit) -> None:
         insort(self.running, seq, key=_RANK)
@@ -421,8 +558,12 @@ class Scheduler:
         seq.tables, seq.node = (), None
 
 
-def _demand(seq: Sequence, computed: int) -> Demand:
-    return Demand(num_tokens=seq.length + 1, computed=computed, width=seq.width, common=seq.fork_at)
+def _is_short(seq: Sequence, num_rows: int) -> bool:
+    return _MAX_SHARE * seq.num_until_sample <= num_rows
+
+
+def _num_rows(group: Iterable[Sequence]) -> int:
+    return sum(seq.num_until_sample for seq in group)
 
 
 def _common_length(seqs: list[Sequence]) -> int:

@@ -25,7 +25,13 @@ class StaticScheduler(Scheduler):
     ) -> None:
         # All prompts of a batch start together, so chunks and slow admission would only slow the
         # baseline down.
-        super().__init__(kv, replace(config, chunked_prefill_size=0, target_token_ms=0))
+        plain = replace(
+            config,
+            chunked_prefill_size=0,
+            target_token_ms=0,
+            priority_scheduling_preemption_threshold=0,
+        )
+        super().__init__(kv, plain)
         self._batch: set[Sequence] = set()
         self._num_slots = 0
         self._max_group = 1
@@ -33,6 +39,10 @@ class StaticScheduler(Scheduler):
     @property
     def can_overlap(self) -> bool:
         """Always False: the results of a step show which sequences become padding."""
+        return False
+
+    @property
+    def _can_pass(self) -> bool:
         return False
 
     def drop(self, seq: Sequence) -> None:

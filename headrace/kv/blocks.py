@@ -5,8 +5,8 @@ for a later prefix hit, the least recently used evicted first.
 """
 
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -127,9 +127,20 @@ class BlockPool:
         num_shared = demand.common // self.block_size
         return num_blocks + (demand.width - 1) * (num_blocks - num_shared)
 
-    def num_shared(self, blocks: Iterable[int]) -> int:
-        """Count the blocks that are in a table, so that sharing them needs no free block."""
-        return sum(block != NULL_BLOCK and self._references[block] > 0 for block in blocks)
+    def num_shared(self, blocks: Iterable[int], freed: Collection[int] = ()) -> int:
+        """Count the blocks that are in a table, so that sharing them needs no free block.
+
+        Blocks of `freed` count as in none.
+        """
+        return sum(
+            block != NULL_BLOCK and self._references[block] > 0 and block not in freed
+            for block in blocks
+        )
+
+    def freed_blocks(self, tables: Iterable[Table]) -> Collection[int]:
+        """Return the blocks that would be available without these tables."""
+        held = Counter(block for table in tables for block in table.held)
+        return {block for block, count in held.items() if count == self._references[block]}
 
     # Tables
 

@@ -161,17 +161,20 @@ class KvManager:
         new: Demand,
         hit: Sequence[Sequence[int]],
         running: Sequence[tuple[Tables, Demand]] = (),
+        ended: Sequence[Tables] = (),
     ) -> bool:
         """Whether new sequences, which share the blocks `hit`, fit with a spare block for each
-        running one.
+        running one, once the tables of `ended` sequences are freed.
         """
         for group, pool in enumerate(self.pools):
             num_promised = sum(
                 max(0, pool.max_blocks(demand) - tables[group].num_held)
                 for tables, demand in running
             )
-            num_needed = pool.max_blocks(new) - pool.num_shared(hit[group])
-            if num_needed + num_promised + len(running) > pool.num_available:
+            freed = pool.freed_blocks(tables[group] for tables in ended) if ended else ()
+            num_needed = pool.max_blocks(new) - pool.num_shared(hit[group], freed)
+            num_available = pool.num_available + len(freed)
+            if num_needed + num_promised + len(running) > num_available:
                 return False
         return True
 

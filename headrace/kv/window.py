@@ -1,6 +1,6 @@
 """The block pool of layers with an attention window."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from headrace.kv.blocks import NULL_BLOCK, BlockPool, Demand, Table
 
@@ -38,8 +38,11 @@ class WindowPool(BlockPool):
         )
         return demand.width * num_blocks
 
-    def num_shared(self, blocks: Iterable[int]) -> int:
+    def num_shared(self, blocks: Iterable[int], freed: Collection[int] = ()) -> int:
         return 0
+
+    def freed_blocks(self, tables: Iterable[Table]) -> Collection[int]:
+        return range(sum(table.num_held for table in tables))
 
     def first_visible(self, computed: int) -> int:
         return max(0, computed + 1 - self._window) // self.block_size

@@ -37,6 +37,7 @@ _INTEGERS = {  # option: (min, max)
     "max_num_batched_tokens": (1, 2**20),
     "chunked_prefill_size": (0, 2**20),
     "max_logit_rows": (0, 2**20),
+    "priority_scheduling_preemption_threshold": (0, 2000),
     "max_draft_tokens": (1, 2**10),
     "draft_layers": (0, 4096),
     "draft_depth": (1, 64),

@@ -87,6 +87,11 @@ def test_serving_pauses(run: TokenRun) -> None:
         assert row["ratio"] == [row["during_p99"][0] / row["quiet_p99"][0]]
 
 
+def test_serving_priority(run: TokenRun) -> None:
+    plain, preempting, _ = run("priority")[0]
+    assert 1 <= preempting["steps"][0] < plain["steps"][0]
+
+
 def test_serving_memory(run: TokenRun) -> None:
     for row in run("memory")[0]:
         assert row["used"] <= row["predicted"] <= row["mapped"] < row["predicted"] + (2 << 20)

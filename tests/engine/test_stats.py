@@ -224,8 +224,8 @@ class TestLines:
             step(engine)
         assert [line.state for line in snapshot.sequence_stats(scheduler, 0.0)] == [
             "decode",
+            "decode",  # the third passes
             "preempted",
-            "waiting",
         ]
 
     def test_sequence_stats_of_one_sequence(self) -> None:
