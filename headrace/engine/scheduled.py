@@ -118,14 +118,14 @@ class RowBudget:
     """Context length at which a row costs twice as much as at the start."""
 
     @property
-    def chunk_rows(self) -> int:
+    def prompt_rows(self) -> int:
         """Rows left for prompts at the start of a context."""
         return int(min(self.rows, self.chunk_work))
 
     @contextmanager
     def keeping(self, num_rows: int) -> Iterator[None]:
         """Keep rows from the prompt that takes rows in this context; it can have at least one."""
-        kept = max(0, min(num_rows, self.chunk_rows - 1))
+        kept = max(0, min(num_rows, self.prompt_rows - 1))
         self.rows -= kept
         self.chunk_work -= kept
         yield

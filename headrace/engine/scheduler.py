@@ -28,8 +28,8 @@ _MAX_CANDIDATES = 32
 _MAX_MATCHES = 4
 """Candidates of a step that are looked up in the prefix cache."""
 _MAX_SHARE = 4
-"""A prompt that is this many times shorter than the first gets rows ahead of it, at most one in
-this many.
+"""A prompt that is this many times shorter than the first gets rows before it, at most one row
+in this many.
 """
 
 _RANK = attrgetter("rank")
@@ -306,7 +306,7 @@ class Scheduler:
             num_rows = max(seq.num_until_sample for seq in first)
             short = [group for group in others if all(_is_short(seq, num_rows) for seq in group)]
             short.sort(key=_num_rows)
-            num_kept = min(budget.chunk_rows // _MAX_SHARE or 1, sum(map(_num_rows, short)))
+            num_kept = min(budget.prompt_rows // _MAX_SHARE or 1, sum(map(_num_rows, short)))
             with budget.keeping(num_kept):
                 self._take_rows(budget, first)
             for group in (*short, *(group for group in others if group not in short)):

@@ -134,7 +134,7 @@ class TestPassing:
     def test_a_stream_of_small_requests_holds_the_first_up_by_a_bound(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """From the step in which the first would fit alone, nobody passes it."""
+        """From the step in which the first would fit alone, no request passes it."""
         monkeypatch.setattr(scheduling, "MAX_PASSING_STEPS", 20)
         engine = toy_engine(num_blocks=60, block_size=4, max_model_len=230, chunked_prefill_size=64)
         add(engine, [1] * 100, 50)
