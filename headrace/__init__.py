@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from headrace.measure.profile import profile
     from headrace.measure.selftest import selftest
     from headrace.outputs import CompletionOutput, Logprob, RequestOutput
-    from headrace.sampling_params import SamplingParams
+    from headrace.sampling_params import SamplingParams, ThinkingBudget
     from headrace.structured_outputs import StructuredOutputs
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
+    "ThinkingBudget",
     "__version__",
     "bench_latency",
     "bench_throughput",
@@ -40,6 +41,7 @@ _MODULES = {
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
     "StructuredOutputs": "structured_outputs",
+    "ThinkingBudget": "sampling_params",
     "bench_latency": "measure.bench",
     "bench_throughput": "measure.bench",
     "calibrate": "measure.calibrate",

@@ -64,6 +64,30 @@ def _param(
 
 
 @dataclass(frozen=True, kw_only=True)
+class ThinkingBudget:
+    """A limit of the reasoning that precedes an answer.
+
+    After `max_tokens` tokens of reasoning the sampler writes `end`. The reasoning begins in the
+    prompt, if the prompt ends with `begin`, or in the output, if the output begins with it. Raises
+    RequestError, which names the field, for an invalid value.
+    """
+
+    max_tokens: int
+    begin: str = "<think>"
+    end: str = "</think>"
+
+    def __post_init__(self) -> None:
+        integer("thinking_budget.max_tokens", self.max_tokens, 0, MAX_INTEGER)
+        for name in ("begin", "end"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not 0 < len(value) <= MAX_STOP_CHARACTERS:
+                raise RequestError(
+                    f"thinking_budget.{name} must be text of 1 to {MAX_STOP_CHARACTERS:,} "
+                    f"characters, not {reprlib.repr(value)}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one request.
 
@@ -146,6 +170,8 @@ class SamplingParams:
     """
     structured_outputs: StructuredOutputs | None = None
     """Format that the output must match, such as a JSON schema."""
+    thinking_budget: ThinkingBudget | None = None
+    """Limit of the reasoning that precedes the answer; None: no limit."""
     beam_width: int | None = _param(
         None,
         (1, MAX_SEQUENCES),
@@ -228,6 +254,10 @@ class SamplingParams:
             raise RequestError(
                 "structured_outputs must be StructuredOutputs, not "
                 f"{type(self.structured_outputs).__name__}"
+            )
+        if not isinstance(self.thinking_budget, ThinkingBudget | None):
+            raise RequestError(
+                f"thinking_budget must be ThinkingBudget, not {type(self.thinking_budget).__name__}"
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(

@@ -168,7 +168,7 @@ class Engine:
             constraint = (
                 None
                 if pooling
-                else self._constraints.make(params, end_ids(params, self._tokenizer))
+                else self._constraints.make(params, end_ids(params, self._tokenizer), known)
             )
             checked = CheckedRequest(
                 prompt_token_ids=known,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 
 import numpy as np
@@ -12,6 +12,7 @@ from headrace.batch import DraftTree
 from headrace.constraint import MASK_BITS, GrammarState, Mask, Masks, allows, mask_of
 from headrace.errors import ConstraintError, RequestError
 from headrace.grammar.grammars import Grammars, Vocabulary
+from headrace.grammar.thinking import Thinking, thinking
 from headrace.record import frozen
 from headrace.sampling_params import SamplingParams
 
@@ -44,10 +45,13 @@ class OutputConstraint:
     the state keeps of each token, and a token costs the same at any length.
     """
 
-    def __init__(self, rules: Rules, state: GrammarState | None) -> None:
-        self.changes = state is not None or bool(rules.bad_words)
+    def __init__(
+        self, rules: Rules, state: GrammarState | None, thinking: Thinking | None = None
+    ) -> None:
         self._rules = rules
         self._state = state
+        self._thinking = thinking
+        """None: the reasoning has ended, or has no limit."""
         self._length = 0
         self._recent: _Path = ()
         """The last tokens of the output, as many as bad words need."""
@@ -55,6 +59,10 @@ class OutputConstraint:
         """Draft tokens that the state has passed."""
         self._masks: dict[_Path, Mask | None] = {}
         """Masks after the output and its drafts; None if the output ends there."""
+
+    @property
+    def changes(self) -> bool:
+        return bool(self._state is not None or self._rules.bad_words or self._thinking)
 
     @property
     def num_bytes(self) -> int:
@@ -79,6 +87,7 @@ class OutputConstraint:
         self._draft = ()
         self._length += 1
         self._recent = self._last((token,))
+        self._thinking = self._thinking and self._thinking.after(token)
         self._masks = {
             draft[1:]: mask for draft, mask in self._masks.items() if draft[:1] == (token,)
         }
@@ -150,6 +159,13 @@ class OutputConstraint:
         num_recent = self._rules.num_recent
         return (*self._recent, *path)[-num_recent:] if num_recent else ()
 
+    def _forced(self, path: _Path) -> int | None:
+        """The token that ends the reasoning, if its budget is used up."""
+        thinking = self._thinking
+        for token in path:
+            thinking = thinking and thinking.after(token)
+        return thinking.forced if thinking else None
+
     def _compute(self, path: _Path) -> Mask:
         rules, state = self._rules, self._state
         if state is None:
@@ -169,6 +185,9 @@ class OutputConstraint:
         for *before, last in rules.bad_words:
             if recent[-len(before) :] == tuple(before):
                 mask[last // MASK_BITS] &= ~np.uint32(1 << last % MASK_BITS)
+        forced = self._forced(path)
+        if forced is not None and allows(mask, forced):
+            mask = mask_of([forced], mask.size * MASK_BITS)
         if not mask.any() and not (state and state.is_complete):
             raise ConstraintError(
                 "no token can follow; let structured_outputs, allowed_token_ids and bad_words "
@@ -192,7 +211,9 @@ class Constraints:
         self._vocab_size = vocab_size
         self._grammars = Grammars(vocabulary, vocab_size)
 
-    def make(self, params: SamplingParams, end_ids: frozenset[int]) -> OutputConstraint | None:
+    def make(
+        self, params: SamplingParams, end_ids: frozenset[int], prompt: Sequence[int] = ()
+    ) -> OutputConstraint | None:
         """The constraint at the beginning of outputs; None if any token may follow.
 
         Raises RequestError, which names the field, for an invalid grammar, or if no first token
@@ -202,6 +223,7 @@ class Constraints:
             params.allowed_token_ids is None
             and params.bad_words is None
             and params.structured_outputs is None
+            and params.thinking_budget is None
         ):
             return None
         vocab_size = self._vocab_size
@@ -219,7 +241,7 @@ class Constraints:
         state = None
         if params.structured_outputs is not None:
             state = self._grammars.compile(params.structured_outputs)
-        constraint = OutputConstraint(rules, state)
+        constraint = OutputConstraint(rules, state, self._thinking(params, prompt))
 
         try:
             if constraint.must_end:
@@ -230,6 +252,13 @@ class Constraints:
         except ConstraintError as error:
             raise RequestError(str(error)) from None
         return constraint
+
+    def _thinking(self, params: SamplingParams, prompt: Sequence[int]) -> Thinking | None:
+        if params.thinking_budget is None:
+            return None
+        vocabulary = self._vocabulary
+        encode = partial(vocabulary.encode, add_special=False, parse_special=True)
+        return thinking(params.thinking_budget, prompt, vocabulary.token_bytes, encode)
 
     def _spellings(self, text: str) -> list[tuple[int, ...]]:
         spellings: dict[tuple[int, ...], None] = {}

@@ -13,7 +13,7 @@ from headrace.request import RequestOptions
 from headrace.server.asgi_app import sse_error
 from headrace.server.conversation import Conversation, Generation, OutputChunk, generate
 from headrace.server.errors import invalid
-from headrace.server.generation import check_stream, sampling_params
+from headrace.server.generation import check_stream, limit_thinking, sampling_params
 from headrace.server.http_exchange import SSE_DONE, HttpExchange, sse_event
 from headrace.server.logprobs import LogprobWriter, prompt_logprobs
 from headrace.server.openai_records import ChatRequest
@@ -55,7 +55,7 @@ def _conversation(state: ServerState, request: ChatRequest) -> Conversation:
     return Conversation(
         model=request.model,
         messages=messages,
-        params=params,
+        params=limit_thinking(params, state.output_format, request),
         tools=tools,
         tool_choice=tool_choice,
         parallel_tool_calls=request.parallel_tool_calls is not False and not request.functions,
@@ -65,7 +65,7 @@ def _conversation(state: ServerState, request: ChatRequest) -> Conversation:
         chat_template_kwargs=template_kwargs | (request.chat_template_kwargs or {}),
         chat_template=state.named_template(request.chat_template),
         reasoning_effort=request.reasoning_effort,
-        thinking=request.thinking.is_on if request.thinking else None,
+        thinking=request.thinking,
         include_reasoning=request.include_reasoning is not False,
         max_tokens_field=(
             "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"

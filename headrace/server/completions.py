@@ -24,6 +24,7 @@ from headrace.server.generation import (
     Usage,
     check_stream,
     finish_reason,
+    limit_thinking,
     sampling_params,
 )
 from headrace.server.http_exchange import SSE_DONE, HttpExchange, sse_event
@@ -90,7 +91,7 @@ def _sampling_params(state: ServerState, request: CompletionRequest) -> Sampling
     if logprobs is None and num_outputs > (request.n or 1):
         logprobs = 0
     max_tokens = _DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    return sampling_params(
+    params = sampling_params(
         msgspec.structs.replace(request, n=num_outputs),
         state.advised_sampling,
         strict_schemas=state.settings.strict_schemas,
@@ -98,6 +99,7 @@ def _sampling_params(state: ServerState, request: CompletionRequest) -> Sampling
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
+    return limit_thinking(params, state.output_format, request)
 
 
 def prompt_list(prompt: str | Sequence[str | int | list[int]], param: str) -> list[str | list[int]]:

@@ -17,6 +17,7 @@ from headrace.sampling_params import SamplingParams
 from headrace.server.errors import ApiError, invalid
 from headrace.server.generation import RequestTimer, StreamInterval, Usage, finish_reason
 from headrace.server.http_exchange import HttpExchange
+from headrace.server.openai_records import Thinking
 from headrace.server.output_parsers.deltas import Delta, Reasoning
 from headrace.server.output_parsers.parser import OutputParser
 from headrace.server.output_parsers.tool_grammar import tool_grammar
@@ -42,8 +43,7 @@ class Conversation:
     chat_template_kwargs: Mapping[str, Any] | None = None
     chat_template: str | None = None
     reasoning_effort: str | None = None
-    thinking: bool | None = None
-    """Whether the template begins reasoning, if it has such a switch."""
+    thinking: Thinking | None = None
     include_reasoning: bool = True
     max_tokens_field: str = "max_tokens"
     truncation: Truncation = NO_TRUNCATION
@@ -126,6 +126,11 @@ async def generate(
     output_format, params = state.output_format, conversation.params
     if output_format.needs_special_tokens(state.control_tokens, bool(callable_tools)):
         params = replace(params, skip_special_tokens=False)
+    thinking = conversation.thinking
+    if thinking and thinking.budget_tokens and params.thinking_budget is None:
+        # A model without reasoning uses no token of the budget.
+        budget = output_format.thinking_budget(thinking.budget_tokens)
+        params = replace(params, thinking_budget=budget)
 
     with state.admit(http, params.n):
         prompt_text, prompt = await _tokenize(state, conversation, choice, params.max_tokens)
@@ -209,8 +214,8 @@ def _render(state: ServerState, conversation: Conversation, choice: ToolChoice) 
     if effort is not None:
         template_kwargs.setdefault("reasoning_effort", effort)
         template_kwargs.setdefault("enable_thinking", effort != "none")
-    elif conversation.thinking is not None:
-        template_kwargs.setdefault("enable_thinking", conversation.thinking)
+    elif conversation.thinking and conversation.thinking.is_on is not None:
+        template_kwargs.setdefault("enable_thinking", conversation.thinking.is_on)
     return state.prompt_reader.read_chat(
         conversation.messages,
         tools=_offered(conversation, choice),

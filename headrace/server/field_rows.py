@@ -183,7 +183,6 @@ IGNORED: list[Group] = [
             "tools[].cache_control": "the prefix cache finds a shared beginning by itself",
             "tools[].defer_loading": "all tools are shown to the model at once",
             "tools[].eager_input_streaming": "arguments are streamed as they come",
-            "thinking.budget_tokens": "`max_tokens` bounds the reasoning",
             "thinking.display": "the reasoning comes whole",
             "thinking.block_binding": "reasoning of earlier turns is taken as it comes",
         },
@@ -242,7 +241,6 @@ REFUSED: list[Group] = [
         {
             "watermarking": _SAMPLER,
             "watermark": _SAMPLER,
-            "thinking_token_budget": "use `max_tokens`",
             "logprob_token_ids": "use `allowed_token_ids` and `logprobs`",
             "repetition_detection": "use `frequency_penalty`, or a stop text",
             "kv_transfer_params": "the caches of two servers cannot be joined here",

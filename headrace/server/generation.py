@@ -1,7 +1,7 @@
 """Sampling parameters, choices, usage and timing of the routes that generate text."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any
 
@@ -15,10 +15,18 @@ from headrace.sampling_params import SAMPLING_FIELDS, SamplingParams
 from headrace.server.errors import ApiError, invalid, request_error
 from headrace.server.metrics import Metrics
 from headrace.server.openai_records import Sampling, SharedSampling
+from headrace.server.output_parsers.parser import OutputFormat
 from headrace.server.response_format import structured_outputs
 from headrace.server.state import timeout_error, unsigned_seed
 
-_CONVERTED = ("max_tokens", "logprobs", "seed", "logit_bias", "structured_outputs")
+_CONVERTED = (
+    "max_tokens",
+    "logprobs",
+    "seed",
+    "logit_bias",
+    "structured_outputs",
+    "thinking_budget",
+)
 _SAME_NAME = [
     row.name
     for row in SAMPLING_FIELDS.values()
@@ -57,6 +65,25 @@ def sampling_params(
         return SamplingParams(**options)
     except RequestError as error:
         raise request_error(str(error)) from None
+
+
+def limit_thinking(
+    params: SamplingParams, output_format: OutputFormat, request: Sampling
+) -> SamplingParams:
+    """Apply `thinking_token_budget`. Raises ApiError if the model's reasoning is unknown."""
+    budget = request.thinking_token_budget
+    if budget is None or budget < 0:
+        return params
+    found = output_format.thinking_budget(budget)
+    if found is None:
+        raise ApiError(
+            400,
+            "unsupported_parameter",
+            "thinking_token_budget is not supported: the chat template of this model has no "
+            "reasoning; see --reasoning-parser",
+            param="thinking_token_budget",
+        )
+    return replace(params, thinking_budget=found)
 
 
 def check_stream(request: Sampling) -> None:

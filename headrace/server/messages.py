@@ -119,7 +119,7 @@ def _conversation(request: CountTokensRequest, params: SamplingParams) -> Conver
         continue_final_message=request.messages[-1].role == "assistant",
         schema_field="input_schema",
         reasoning_effort=effort,
-        thinking=thinking.is_on if thinking else None,
+        thinking=thinking,
         chat_template_kwargs=request.chat_template_kwargs,
         options=RequestOptions(cache_salt=cache_salt),
     )

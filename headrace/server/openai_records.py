@@ -152,6 +152,8 @@ class Sampling(_MorePlainFields, frozen=True, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: Truncation | None = None
     truncation_side: TruncationSide | None = None
+    thinking_token_budget: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    """Max tokens of reasoning; -1: no limit."""
     request_id: Annotated[str, msgspec.Meta(pattern=_REQUEST_ID)] | None = None
     stream_interval: _Count | None = None
 
@@ -160,6 +162,7 @@ class Thinking(msgspec.Struct, frozen=True):
     """Whether the model writes reasoning first."""
 
     type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: _Count | None = None
 
     @property
     def is_on(self) -> bool | None:

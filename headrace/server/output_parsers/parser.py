@@ -2,6 +2,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from headrace.sampling_params import ThinkingBudget
 from headrace.server.output_parsers.delta_writer import DeltaWriter, random_id
 from headrace.server.output_parsers.deltas import Delta
 from headrace.server.output_parsers.end_tokens import EndTokenFilter
@@ -60,6 +61,16 @@ class OutputFormat:
         if tool_call_format := self._active_tool_call_format(with_tools):
             markers += (*tool_call_format.openers, *tool_call_format.markers)
         return any(marker in control_tokens for marker in markers)
+
+    def thinking_budget(self, max_tokens: int) -> ThinkingBudget | None:
+        """Return a limit of the reasoning; None if the format has no reasoning."""
+        if self.reasoning_format:
+            begin, end = self.reasoning_format.begin, self.reasoning_format.end
+        elif self.tool_call_format and self.tool_call_format.reasoning:
+            begin, end = self.tool_call_format.reasoning
+        else:
+            return None
+        return ThinkingBudget(max_tokens=max_tokens, begin=begin, end=end)
 
     def starts_in_reasoning(self, prompt: str) -> bool:
         reasoning_format = self.reasoning_format

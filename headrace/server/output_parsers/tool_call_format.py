@@ -29,6 +29,8 @@ class ToolCallFormat:
     new_id: Callable[[], str] = random_id
     always: bool = False
     """Whether all outputs follow the format; then it also reads reasoning."""
+    reasoning: tuple[str, str] | None = None
+    """Begin and end of the reasoning that the format reads."""
 
     def read_output(self, reader: OutputReader) -> Steps[None]:
         if self.always:

@@ -16,6 +16,7 @@ from headrace.server.output_parsers.tool_call_format import ToolCallFormat
 from headrace.server.output_parsers.tools import Tool
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+_REASONING = f"{_CHANNEL}analysis{_MESSAGE}"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _HEADER = re.compile(r"[^<]*")
 _RECIPIENT = "to="
@@ -82,10 +83,7 @@ def _read(reader: OutputReader, opener: str) -> Steps[None]:
 
 
 def _grammar(lark: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-    reasoning = (
-        f"{lark.text(_CHANNEL + 'analysis' + _MESSAGE)} {lark.up_to(_ENDS[0])} "
-        f"{lark.text(_START + 'assistant')}"
-    )
+    reasoning = f"{lark.text(_REASONING)} {lark.up_to(_ENDS[0])} {lark.text(_START + 'assistant')}"
     heads = [
         f"{_CHANNEL}commentary {_FUNCTION}{tool.name} {_CONSTRAIN}json{_MESSAGE}" for tool in tools
     ]
@@ -103,4 +101,5 @@ FORMAT = ToolCallFormat(
     grammar=_grammar,
     markers=(_START, _CONSTRAIN, _MESSAGE, *_ENDS),
     always=True,
+    reasoning=(_REASONING, _ENDS[0]),
 )
