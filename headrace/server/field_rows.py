@@ -22,7 +22,7 @@ _GENERATING = (CHAT, TEXT, RESPONSES, MESSAGES)
 _ANTHROPIC = (MESSAGES, COUNT)
 _TEXT_ONLY = "this server reads and writes text only"
 _MEDIA = "it only changes how images, audio and video are read"
-_NO_STORE = "nothing is stored; send the whole conversation"
+_NO_STORE = "responses are not stored; send the whole conversation"
 _ONE_SERVER = "prefill and decoding run in one server"
 _SAMPLER = "no sampler here has it"
 
@@ -84,7 +84,7 @@ IGNORED: list[Group] = [
             "prompt_cache_retention": "the prefix cache keeps what its memory holds",
             "safety_identifier": "the server keeps no account of end users",
             "service_tier": "there is one tier; see `priority`",
-            "store": "nothing is stored, whatever the value",
+            "store": "responses are never stored",
         },
     ),
     (
@@ -94,7 +94,7 @@ IGNORED: list[Group] = [
     (
         (CHAT,),
         {
-            "metadata": "it labels stored responses, and nothing is stored",
+            "metadata": "it labels stored responses, and responses are never stored",
             "prediction": "it only saves time; the proposers predict without it",
             "response_format.json_schema.name": "a name for logs",
             "response_format.json_schema.description": "the schema alone restricts the text",
@@ -154,8 +154,8 @@ IGNORED: list[Group] = [
         {
             "text.format.name": "a name for logs",
             "text.format.description": "the schema alone restricts the text",
-            "reasoning.summary": "reasoning comes whole, so nothing is summed up",
-            "reasoning.generate_summary": "reasoning comes whole, so nothing is summed up",
+            "reasoning.summary": "reasoning comes whole, without a summary",
+            "reasoning.generate_summary": "reasoning comes whole, without a summary",
             "reasoning.context": "the conversation says what reasoning the model sees",
             "truncation": "a conversation that is too long is an error, never cut",
             "background_options": "it needs `background`",
