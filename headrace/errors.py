@@ -81,8 +81,16 @@ class RankLostError(HeadraceError):
     """The process of a rank ended or stopped responding; the engine restarts it. Exit code 1."""
 
 
+class RankFailedError(HeadraceError):
+    """A step or an adapter failed on a rank other than 0; only this request fails. Exit code 1."""
+
+
 class NoReplicaError(HeadraceError):
     """No replica can take the request. Exit code 1."""
+
+
+class ReplicasFullError(NoReplicaError):
+    """All replicas that could take the request have full queues. Exit code 1."""
 
 
 class NonFiniteLogitsError(HeadraceError):

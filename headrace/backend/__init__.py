@@ -1,7 +1,7 @@
 """Backends by name (`headrace/backend_traits.py`), and the protocol of their executables.
 
-A backend is a module with `lower(program, weights)` and `compile(program, weights, kv, threads,
-activations)`.
+A backend is a module with `lower(program, weights)`, `compile(program, weights, kv, threads,
+activations)` and `instructions()`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -116,6 +116,12 @@ def compile_program(
     check_kv_dtype(backend, kv.dtype)
     executable: Executable = _module(backend).compile(program, weights, kv, threads, activations)
     return executable
+
+
+def instructions(backend: str) -> str:
+    """The instruction set or GPU of a backend here: others may give other bits."""
+    text: str = _module(backend).instructions()
+    return text
 
 
 def host_block_counts(num_bytes: int, groups: Sequence[tuple[int, int]]) -> list[int]:

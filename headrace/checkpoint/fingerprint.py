@@ -1,4 +1,4 @@
-"""A fingerprint of a model: equal fingerprints mean equal tokens and weights."""
+"""A fingerprint of a model, and a digest of all its weights."""
 
 from dataclasses import replace
 from hashlib import blake2b
@@ -7,12 +7,13 @@ import numpy as np
 
 from headrace.checkpoint.load import Checkpoint
 from headrace.checkpoint.tokenizer import Tokenizer
+from headrace.quant.digest import tensors_digest
 
 
 def fingerprint(checkpoint: Checkpoint, tokenizer: Tokenizer) -> str:
     """Hash the specification without its context, the vocabulary, and three rows of each tensor.
 
-    It detects mistakes, not forgeries.
+    It detects mistakes, not forgeries, and reads little of the model.
     """
     digest = blake2b(digest_size=16)
     digest.update(repr(replace(checkpoint.spec, context=0)).encode())
@@ -28,3 +29,8 @@ def fingerprint(checkpoint: Checkpoint, tokenizer: Tokenizer) -> str:
             for row in sorted({0, len(rows) // 2, len(rows) - 1}) if len(rows) else ():
                 digest.update(np.ascontiguousarray(rows[row]).tobytes())
     return digest.hexdigest()
+
+
+def weights_digest(checkpoint: Checkpoint) -> str:
+    """Hash all weights, which reads the whole model."""
+    return tensors_digest(checkpoint.tensors)

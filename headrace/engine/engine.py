@@ -14,7 +14,7 @@ from typing import Any
 from headrace.acceptors import Acceptor
 from headrace.acceptors.beam import BeamSearch
 from headrace.acceptors.independent import IndependentAcceptor
-from headrace.backend import Executable
+from headrace.backend import Executable, instructions
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine import snapshot
 from headrace.engine.adapters import Adapters
@@ -370,6 +370,11 @@ class Engine:
         self._adapters.release(request.adapter)
 
     # Statistics
+
+    @property
+    def instructions(self) -> str:
+        """See `backend.instructions`."""
+        return instructions(self.config.backend)
 
     @property
     def weight_bytes(self) -> int:

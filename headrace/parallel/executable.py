@@ -44,7 +44,8 @@ class _Ticket:
 class ParallelExecutable:
     """The program of all ranks.
 
-    A launch raises RankLostError for a lost rank; the next restarts the ranks without KV.
+    A launch raises RankLostError for a lost rank; the next restarts the ranks without KV. An error
+    in the work of a rank that lives ends the launch alone.
     """
 
     def __init__(
@@ -142,9 +143,14 @@ class ParallelExecutable:
         return times
 
     def stage_steps(self) -> list[StageStep]:
-        """Return the last step times of all ranks, comparable on one machine."""
-        with self._workers.working():
-            ranks = {0: self._rank.stage_steps()} | self._workers.stage_steps()
+        """Return the last step times of all ranks, comparable on one machine.
+
+        Raises RankLostError.
+        """
+        answers = self._workers.ask(Command(CommandKind.STAGE_STEPS))
+        ranks = {0: self._rank.stage_steps()} | {
+            rank: np.frombuffer(answer).reshape(-1, 2) for rank, answer in answers.items()
+        }
         return [
             StageStep(rank, number, float(begin), float(end))
             for rank, steps in ranks.items()
@@ -155,15 +161,22 @@ class ParallelExecutable:
         return self._local.expert_loads()
 
     def add_adapter(self, adapter: Adapter) -> int:
-        """Raises UnsupportedModelError for a weight that the model does not use."""
+        """Add an adapter on all ranks. The loss of a rank delays it until the restart.
+
+        Raises UnsupportedModelError for a weight that the model does not use, RankFailedError if
+        a rank cannot hold it.
+        """
         number = self._rank.add_adapter(adapter)
-        arrays = adapter_to_arrays(adapter)
-        self._workers.send_and_keep(Command(CommandKind.ADD_ADAPTER, number, arrays))
+        try:
+            self._workers.add_adapter(number, adapter_to_arrays(adapter))
+        except BaseException:
+            self._rank.remove_adapter(number)
+            raise
         return number
 
     def remove_adapter(self, number: int) -> None:
         self._rank.remove_adapter(number)
-        self._workers.send_and_keep(Command(CommandKind.REMOVE_ADAPTER, number))
+        self._workers.remove_adapter(number)
 
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
         source, target = (np.ascontiguousarray(slots, np.int32) for slots in (source, target))

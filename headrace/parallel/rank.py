@@ -1,13 +1,11 @@
 from collections import deque
 from collections.abc import Mapping
-from hashlib import blake2b
 from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace import _native
-from headrace.backend.cpu.executable import CpuExecutable
+from headrace.backend.cpu.executable import CpuExecutable, instructions
 from headrace.backend.variants import GatheredRows
 from headrace.batch import RaggedBatch
 from headrace.config import Activations, KvConfig
@@ -21,10 +19,12 @@ from headrace.program.adapter import (
     with_own_weights,
 )
 from headrace.program.trace import Program
+from headrace.quant.digest import tensors_digest
 from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
 
-_HASHED_BYTES = 256
+_HASHED_BYTES = 1 << 18
+"""Bytes of each tensor: a host reads the whole of its own share alone."""
 _MAX_STAGE_STEPS = 4096
 
 
@@ -39,12 +39,7 @@ class RankConfig:
 
 def identity(tensors: Mapping[str, StoredTensor]) -> str:
     """Return a text of instruction set and model, equal for ranks with equal results."""
-    digest = blake2b(digest_size=8)
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.shape} {tensor.format.name}\n".encode())
-        for part in tensor.parts.values():
-            digest.update(part[:1].tobytes()[:_HASHED_BYTES])
-    return f"instructions {_native.isa()}, tensors {digest.hexdigest()}"
+    return f"instructions {instructions()}, tensors {tensors_digest(tensors, _HASHED_BYTES)}"
 
 
 class Rank:
@@ -69,7 +64,7 @@ class Rank:
             weights_of(share, tensors),
             config.kv,
             config.threads,
-            "",
+            instructions(),
             activations=config.activations,
             process_group=collectives,
         )

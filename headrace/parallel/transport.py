@@ -40,6 +40,10 @@ class GlooTransport:
             stage_ranks = ProcessGroupGloo(stage_store, self._share, self._mesh.tensor, timeout)
             return all_ranks, stage_ranks
 
+    @property
+    def is_connected(self) -> bool:
+        return self._all_ranks is not None
+
     def connect(self, groups: tuple[Any, Any]) -> None:
         self._all_ranks, self._stage_ranks = groups
 

@@ -4,14 +4,16 @@ import os
 import socket
 import struct
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from threading import Event, Lock, Thread
 
 from torch.distributed import TCPStore
 
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, RankLostError
 from headrace.parallel.commands import (
     HEADER,
+    Array,
     Command,
     CommandKind,
     adapter_from_arrays,
@@ -26,8 +28,15 @@ from headrace.parallel.transport import GlooTransport
 _HEARTBEAT_SECONDS = 0.25
 READY = b"\x01"
 """Start of a loaded rank's reply, before its `rank.identity`."""
-STAGE_STEPS = b"\x02"
-"""Start of a reply with step times, float64 [steps, (begin, end)]."""
+ANSWER = b"\x02"
+"""Start of the answer to a command that asks: step times, float64 [steps, (begin, end)], or the
+error of an adapter.
+"""
+FAILED = b"\x03"
+"""Start of the reply after a failed step, before its generation and the error, which is empty if
+another rank has left the step.
+"""
+GENERATION = struct.Struct("<i")
 LENGTH = struct.Struct("<i")
 """Length before each message; a heartbeat is empty."""
 
@@ -73,8 +82,10 @@ class Channel:
 def run_commands(channel: Channel, rank: Rank, transport: GlooTransport) -> bool:
     """Run commands until the socket ends; return whether rank 0 sent `CLOSE`.
 
-    An error ends the process, and rank 0 restarts the ranks.
+    An error of a step ends the step on all ranks. Another error ends the process, and rank 0
+    restarts the ranks.
     """
+    worker = _Worker(channel, rank, transport)
     with suppress(EOFError, ConnectionError):
         channel.reply(READY + rank.identity.encode())
         while True:
@@ -83,34 +94,75 @@ def run_commands(channel: Channel, rank: Rank, transport: GlooTransport) -> bool
             if command.kind == CommandKind.CLOSE:
                 return True
             try:
-                if command.kind == CommandKind.STAGE_STEPS:
-                    channel.reply(STAGE_STEPS + rank.stage_steps().tobytes())
-                else:
-                    _run_command(command, rank, transport, channel.host)
+                worker.run(command)
             except Exception as error:
-                channel.reply(f"{type(error).__name__}: {error}".encode())
+                channel.reply(_describe(error))
                 if not isinstance(error, HeadraceError):
                     traceback.print_exc()
                 os._exit(1)
     return False
 
 
-def _run_command(command: Command, rank: Rank, transport: GlooTransport, host: str) -> None:
-    config, arrays = rank.config, command.arrays
-    match command.kind:
-        case CommandKind.JOIN if arrays[0] is not None:
-            store = TCPStore(host, int(arrays[0][0]), is_master=False, wait_for_workers=False)
-            transport.connect(transport.open_groups(store))
-        case CommandKind.RUN:
-            batch = batch_from_arrays(arrays)
-            gathered = rank.run(command.program, batch)
-            if config.rank == config.mesh.first_of_last_stage:
-                for rows in gathered:
-                    if rows is not None and len(rows):
-                        transport.send_to(rows, 0)
-        case CommandKind.MOVE_SLOTS if arrays[0] is not None and arrays[1] is not None:
-            rank.executables[0].move_slots(command.program, arrays[0], arrays[1])
-        case CommandKind.ADD_ADAPTER:
-            rank.add_adapter(adapter_from_arrays(arrays))
-        case CommandKind.REMOVE_ADAPTER:
-            rank.remove_adapter(command.program)
+class _Worker:
+    def __init__(self, channel: Channel, rank: Rank, transport: GlooTransport) -> None:
+        self._channel = channel
+        self._rank = rank
+        self._transport = transport
+        self._generation = 0
+
+    def run(self, command: Command) -> None:
+        rank, transport, arrays = self._rank, self._transport, command.arrays
+        match command.kind:
+            case CommandKind.JOIN if arrays[0] is not None:
+                self._generation = command.program
+                transport.disconnect()
+                host, port = self._channel.host, int(arrays[0][0])
+                store = TCPStore(host, port, is_master=False, wait_for_workers=False)
+                transport.connect(transport.open_groups(store))
+            case CommandKind.RUN | CommandKind.MOVE_SLOTS if transport.is_connected:
+                try:
+                    self._run_step(command)
+                except Exception as error:
+                    self._leave_groups(error)
+            case CommandKind.ADD_ADAPTER:
+                self._channel.reply(ANSWER + self._add_adapter(arrays))
+            case CommandKind.REMOVE_ADAPTER:
+                rank.remove_adapter(command.program)
+            case CommandKind.STAGE_STEPS:
+                self._channel.reply(ANSWER + rank.stage_steps().tobytes())
+
+    def _run_step(self, command: Command) -> None:
+        rank, config, arrays = self._rank, self._rank.config, command.arrays
+        if command.kind == CommandKind.MOVE_SLOTS:
+            source, target = arrays
+            assert source is not None and target is not None
+            rank.executables[0].move_slots(command.program, source, target)
+            return
+        batch = batch_from_arrays(arrays)
+        gathered = rank.run(command.program, batch)
+        if config.rank == config.mesh.first_of_last_stage:
+            for rows in gathered:
+                if rows is not None and len(rows):
+                    self._transport.send_to(rows, 0)
+
+    def _leave_groups(self, error: Exception) -> None:
+        """End the exchanges of a failed step, so that no rank waits for this one."""
+        self._transport.disconnect()
+        is_own = not isinstance(error, RankLostError)
+        if is_own and not isinstance(error, HeadraceError):
+            traceback.print_exception(error)
+        reason = _describe(error) if is_own else b""
+        self._channel.reply(FAILED + GENERATION.pack(self._generation) + reason)
+
+    def _add_adapter(self, arrays: Sequence[Array | None]) -> bytes:
+        """Return the error, or nothing. A failed adapter keeps its number until its removal."""
+        try:
+            self._rank.add_adapter(adapter_from_arrays(arrays))
+        except Exception as error:
+            self._rank.add_adapter({})
+            return _describe(error)
+        return b""
+
+
+def _describe(error: Exception) -> bytes:
+    return f"{type(error).__name__}: {error}".removesuffix(": ").encode()

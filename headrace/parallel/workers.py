@@ -1,6 +1,7 @@
 """The worker processes, which rank 0 starts, watches and restarts.
 
-If one worker is lost all are ended, so that no exchange waits for it.
+If one worker is lost all are ended, so that no exchange waits for it. If a step fails on a rank
+that lives, all ranks leave their process groups, and join new ones before the next step.
 """
 
 import json
@@ -12,43 +13,27 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from threading import Condition, Event, Thread
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from torch.distributed import TCPStore
 
 from headrace.batch import ints
-from headrace.errors import RankLostError
-from headrace.parallel.commands import Command, CommandKind, encode
-from headrace.parallel.launch import INTERFACE_VARIABLE, Launcher, Process
+from headrace.errors import RankFailedError, RankLostError
+from headrace.parallel.commands import Array, Command, CommandKind, encode
+from headrace.parallel.launch import INTERFACE_VARIABLE, Launcher
 from headrace.parallel.transport import GlooTransport
-from headrace.parallel.worker import LENGTH, READY, STAGE_STEPS
+from headrace.parallel.watched_worker import SILENT_SECONDS, WatchedWorker
+from headrace.parallel.worker import ANSWER, FAILED, GENERATION, LENGTH, READY
 
-_SILENT_SECONDS = 3.0
-"""Seconds without reply and CPU time of a stopped worker."""
 _TICK_SECONDS = 0.25
 _LOAD_SECONDS = 1800.0
+_ANSWER_SECONDS = 300.0
 _GRACE_SECONDS = 3.0
 _MAX_RESTARTS = 3
 _RESTART_WINDOW = 600.0
-_CHUNK_BYTES = 1 << 16
 
 log = logging.getLogger("headrace.parallel")
-
-
-@dataclass
-class _Worker:
-    rank: int
-    process: Process
-    is_ready: bool = False
-    last_active: float = field(default_factory=time.monotonic)
-    has_replied: bool = False
-    stage_steps: NDArray[np.float64] | None = None
-    ticks: int | None = None
-    buffer: bytearray = field(default_factory=bytearray)
 
 
 class Workers:
@@ -64,38 +49,50 @@ class Workers:
         """
         self._launcher, self._setups = launcher, setups
         self._transport, self._identity = transport, identity
-        self._kept_commands: list[bytes] = []
+        self._adapters: dict[int, bytes] = {}
+        """Commands that add the loaded adapters, by number; a restart repeats them."""
         self._changed = Condition()
         self._loss = ""
-        self._is_loss_raised = False
+        """Why the workers have ended."""
+        self._failure = ""
+        """The error of a worker that lives, in a step of this generation."""
+        self._is_joined = False
+        self._is_reported = False
+        """Whether the caller knows of the loss or failure, and so of incomplete KV."""
         self.generation = 0
+        """The number of process groups that ended; a step belongs to one generation."""
         self._restart_times: list[float] = []
         self._store: TCPStore | None = None
-        self._workers: list[_Worker] = []
+        self._workers: list[WatchedWorker] = []
         self._start_all()
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes that rank 0 keeps to add the loaded adapters again after a restart."""
+        return sum(map(len, self._adapters.values()))
 
     @contextmanager
     def working(self, generation: int | None = None) -> Iterator[None]:
-        """Run a step with all ranks.
+        """Run a step with all ranks, or wait for the results of a step of `generation`.
 
-        Raises RankLostError if a rank is lost, or was lost without notice. The next use
-        restarts the ranks, except for an earlier `generation`.
+        The first use after a loss or failure raises it, because KV is incomplete. The next use
+        restarts the ranks, or joins them in new groups.
+
+        Raises RankLostError if a rank is lost, RankFailedError if a step failed on another rank,
+        and this rank's own errors.
         """
-        is_old = generation not in (None, self.generation)
-        if is_old or (self._loss and (not self._is_loss_raised or generation is not None)):
-            self._is_loss_raised = True
-            raise RankLostError(self._loss or "the rank that ran this step was lost")
+        if generation not in (None, self.generation):
+            raise RankLostError(self._loss or self._failure or "an earlier step has failed")
+        if (self._loss or self._failure) and not self._is_reported:
+            raise self._leave_groups(None)
         if self._loss:
             self._restart()
+        elif not self._is_joined:
+            self._join()
         try:
             yield
         except Exception as error:
-            is_lost = isinstance(error, RankLostError)
-            self._lose(str(error) if is_lost else f"{type(error).__name__}: {error}")
-            self._is_loss_raised = True
-            if isinstance(error, RankLostError | OSError):
-                raise RankLostError(self._loss) from None
-            raise
+            raise self._leave_groups(error) from None
 
     def connect(self) -> None:
         """Wait until all ranks are connected. Raises RankLostError."""
@@ -106,18 +103,71 @@ class Workers:
             )
             if self._loss:
                 raise RankLostError(self._loss)
-        host = self._launcher.host
-        # Listen on this host's address: the store itself would listen on all interfaces.
-        listener = socket.create_server((host, 0))
-        port = listener.getsockname()[1]
-        self._store = TCPStore(
-            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-        self.send(Command(CommandKind.JOIN, 0, [ints([port])]))
-        with _gloo_interface(self._launcher.interface):
-            self._transport.connect(self._open_groups(self._store))
-        for command in self._kept_commands:
-            self._send_bytes(command)
+        self._join()
+        self._repeat_adapters()
+
+    def send(self, command: Command) -> None:
+        self._send_bytes(encode(command))
+
+    def add_adapter(self, number: int, arrays: Sequence[Array | None]) -> None:
+        """Add an adapter on all workers. Raises RankFailedError if one cannot hold it.
+
+        After a loss, the restart adds it.
+        """
+        command = encode(Command(CommandKind.ADD_ADAPTER, number, arrays))
+        self._adapters[number] = command
+        try:
+            self._add(command)
+        except RankFailedError:
+            self.remove_adapter(number)
+            raise
+        except (RankLostError, OSError) as error:
+            log.warning("an adapter will be added after the restart of the ranks: %s", error)
+
+    def remove_adapter(self, number: int) -> None:
+        """Remove an adapter. After a loss, the restart does not add it."""
+        del self._adapters[number]
+        with suppress(OSError):
+            self.send(Command(CommandKind.REMOVE_ADAPTER, number))
+
+    def ask(self, command: Command) -> dict[int, bytes]:
+        """Return the answer of each rank. Raises RankLostError."""
+        return self._ask(encode(command))
+
+    def close(self) -> None:
+        with suppress(OSError):
+            if not self._loss:
+                self.send(Command(CommandKind.CLOSE))
+        deadline = time.monotonic() + _GRACE_SECONDS
+        for worker in self._workers:
+            worker.process.end_reason(max(0.0, deadline - time.monotonic()))
+        self._lose("closed")
+        self._launcher.close()
+        self._transport.disconnect()
+
+    # Groups
+
+    def _join(self) -> None:
+        """Join all ranks in new process groups. Raises RankLostError."""
+        self._failure, self._is_reported = "", False
+        try:
+            # Listen on this host's address: the store itself would listen on all interfaces.
+            listener = socket.create_server((self._launcher.host, 0))
+            port = listener.getsockname()[1]
+            self._store = TCPStore(
+                self._launcher.host,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+            self.send(Command(CommandKind.JOIN, self.generation, [ints([port])]))
+            with _gloo_interface(self._launcher.interface):
+                self._transport.connect(self._open_groups(self._store))
+        except (RankLostError, OSError) as error:
+            self._lose(str(error))
+            raise self._leave_groups(None) from None
+        self._is_joined = True
 
     def _open_groups(self, store: TCPStore) -> tuple[Any, Any]:
         """Open the process groups in a thread: torch would wait minutes for a lost rank."""
@@ -136,44 +186,62 @@ class Workers:
             raise RankLostError(self._loss)
         return groups.result()
 
-    def send(self, command: Command) -> None:
-        self._send_bytes(encode(command))
+    def _leave_groups(self, error: Exception | None) -> Exception:
+        """End all exchanges after an error of this rank, or None, and return the error to raise."""
+        if error is None or isinstance(error, RankLostError | OSError):
+            # A worker that lives gives a reason, and the watcher finds the end of another.
+            with self._changed:
+                self._changed.wait_for(lambda: self._loss or self._failure, _GRACE_SECONDS)
+            if not self._failure:
+                self._lose(str(error))
+            error = RankLostError(self._loss) if self._loss else RankFailedError(self._failure)
+        self._transport.disconnect()
+        self._is_joined, self._is_reported = False, True
+        self.generation += 1
+        return error
 
-    def send_and_keep(self, command: Command) -> None:
-        self._kept_commands.append(encode(command))
-        if not self._loss:
-            with self.working():
-                self._send_bytes(self._kept_commands[-1])
+    # Commands
 
-    def stage_steps(self) -> dict[int, NDArray[np.float64]]:
-        """Return each worker's last step times, [steps, (begin, end)], in seconds of its clock."""
+    def _add(self, command: bytes) -> None:
+        for rank, error in self._ask(command).items():
+            if error:
+                raise RankFailedError(f"rank {rank}: {error.decode(errors='replace')}")
+
+    def _repeat_adapters(self) -> None:
+        """Add the loaded adapters to new workers, with the numbers that they have here."""
+        numbers = range(max(self._adapters, default=-1) + 1)
+        for number in numbers:
+            empty = Command(CommandKind.ADD_ADAPTER, number)
+            try:
+                self._add(self._adapters.get(number) or encode(empty))
+            except RankFailedError as error:
+                raise RankLostError(f"an adapter could not be added again: {error}") from None
+        for number in numbers:
+            if number not in self._adapters:
+                self.send(Command(CommandKind.REMOVE_ADAPTER, number))
+
+    def _ask(self, command: bytes) -> dict[int, bytes]:
         for worker in self._workers:
-            worker.stage_steps = None
-        self.send(Command(CommandKind.STAGE_STEPS))
+            worker.answer = None
+        self._send_bytes(command)
         with self._changed:
             self._changed.wait_for(
-                lambda: (
-                    self._loss or all(worker.stage_steps is not None for worker in self._workers)
-                )
+                lambda: self._loss or all(worker.answer is not None for worker in self._workers),
+                _ANSWER_SECONDS,
             )
-            if self._loss:
-                raise RankLostError(self._loss)
-        return {
-            worker.rank: worker.stage_steps
-            for worker in self._workers
-            if worker.stage_steps is not None
-        }
+        answers = {worker.rank: worker.answer for worker in self._workers}
+        for rank, answer in answers.items():
+            if answer is None:
+                self._lose(f"rank {rank} did not answer for {_ANSWER_SECONDS:.0f} s")
+        if self._loss:
+            raise RankLostError(self._loss)
+        return {rank: answer for rank, answer in answers.items() if answer is not None}
 
-    def close(self) -> None:
-        with suppress(OSError):
-            if not self._loss:
-                self.send(Command(CommandKind.CLOSE))
-        deadline = time.monotonic() + _GRACE_SECONDS
+    def _send_bytes(self, data: bytes) -> None:
         for worker in self._workers:
-            worker.process.end_reason(max(0.0, deadline - time.monotonic()))
-        self._lose("closed")
-        self._launcher.close()
-        self._transport.disconnect()
+            worker.process.connection.sendall(data)
+
+    # Processes
 
     def _start_all(self) -> None:
         started = Event()
@@ -192,10 +260,10 @@ class Workers:
             started.set()
         self._watch(self._workers)
 
-    def _start(self, setup: Mapping[str, Any]) -> _Worker:
+    def _start(self, setup: Mapping[str, Any]) -> WatchedWorker:
         process, body = self._launcher.start(setup["rank"]), json.dumps(setup).encode()
         process.connection.sendall(LENGTH.pack(len(body)) + body)
-        return _Worker(setup["rank"], process)
+        return WatchedWorker(setup["rank"], process)
 
     def _restart(self) -> None:
         now = time.monotonic()
@@ -207,22 +275,15 @@ class Workers:
                 f"{_RESTART_WINDOW / 60:.0f} minutes"
             )
         log.error("%s; restarting the ranks", self._loss)
-        self._transport.disconnect()
         # The watcher would take the end of old workers for the end of new ones.
         self._watcher.join()
-        self._loss, self._is_loss_raised = "", False
-        self.generation += 1
+        self._loss = self._failure = ""
         self._start_all()
         try:
             self.connect()
         except (RankLostError, OSError) as error:
             self._lose(str(error))
-            self._is_loss_raised = True
-            raise RankLostError(self._loss) from None
-
-    def _send_bytes(self, data: bytes) -> None:
-        for worker in self._workers:
-            worker.process.connection.sendall(data)
+            raise self._leave_groups(None) from None
 
     def _lose(self, reason: str) -> None:
         with self._changed:
@@ -231,70 +292,50 @@ class Workers:
                 worker.process.kill()
             self._changed.notify_all()
 
-    def _watch(self, workers: list[_Worker]) -> None:
+    def _watch(self, workers: list[WatchedWorker]) -> None:
         with selectors.DefaultSelector() as selector:
             for worker in workers:
                 selector.register(worker.process.connection, selectors.EVENT_READ, worker)
             while not self._loss:
                 for key, _ in selector.select(_TICK_SECONDS):
-                    if reason := self._read_replies(key.data):
-                        self._lose(reason)
+                    self._read_replies(key.data)
                 for worker in workers:
-                    if _is_stopped(worker):
+                    if worker.is_stopped():
                         self._lose(
-                            f"rank {worker.rank} made no progress for {_SILENT_SECONDS:.0f} s"
+                            f"rank {worker.rank} made no progress for {SILENT_SECONDS:.0f} s"
                         )
         for worker in workers:
             worker.process.connection.close()
 
-    def _read_replies(self, worker: _Worker) -> str:
+    def _read_replies(self, worker: WatchedWorker) -> None:
         try:
-            chunk = worker.process.connection.recv(_CHUNK_BYTES)
-        except OSError:
-            chunk = b""
-        if not chunk:
+            for reply in worker.replies():
+                self._handle_reply(worker, reply)
+        except EOFError:
             reason = worker.process.end_reason(_GRACE_SECONDS) or "closed its connection"
-            return f"rank {worker.rank} {reason}"
-        worker.last_active, worker.has_replied = time.monotonic(), True
-        worker.buffer += chunk
-        while len(worker.buffer) >= LENGTH.size:
-            end = LENGTH.size + LENGTH.unpack_from(worker.buffer)[0]
-            if len(worker.buffer) < end:
-                break
-            reply = bytes(worker.buffer[LENGTH.size : end])
-            del worker.buffer[:end]
-            if reason := self._handle_reply(worker, reply):
-                return reason
-        return ""
+            self._lose(f"rank {worker.rank} {reason}")
 
-    def _handle_reply(self, worker: _Worker, reply: bytes) -> str:
-        if reply.startswith(READY):
-            identity = reply[len(READY) :].decode()
-            if identity != self._identity:
-                return (
-                    f"rank {worker.rank} differs from rank 0, so results could differ: "
-                    f"{identity}, and {self._identity}"
-                )
+    def _handle_reply(self, worker: WatchedWorker, reply: bytes) -> None:
+        kind, body = reply[:1], reply[1:]
+        if kind == READY and (identity := body.decode()) != self._identity:
+            self._lose(
+                f"rank {worker.rank} differs from rank 0, so results could differ: "
+                f"{identity}, and {self._identity}"
+            )
+        elif kind == FAILED:
+            (generation,) = GENERATION.unpack_from(body)
+            reason = body[GENERATION.size :].decode(errors="replace")
+            with self._changed:
+                if reason and generation == self.generation:
+                    self._failure = self._failure or f"rank {worker.rank}: {reason}"
+                    self._changed.notify_all()
+        elif kind in (READY, ANSWER):
             with self._changed:
                 worker.is_ready = True
+                worker.answer = body if kind == ANSWER else worker.answer
                 self._changed.notify_all()
-        elif reply.startswith(STAGE_STEPS):
-            with self._changed:
-                worker.stage_steps = np.frombuffer(reply[len(STAGE_STEPS) :]).reshape(-1, 2)
-                self._changed.notify_all()
-        elif reply:
-            return f"rank {worker.rank}: {reply.decode(errors='replace')}"
-        return ""
-
-
-def _is_stopped(worker: _Worker) -> bool:
-    if not worker.has_replied and worker.process.cpu_ticks() is None:
-        return False
-    if time.monotonic() - worker.last_active > _SILENT_SECONDS:
-        ticks = worker.process.cpu_ticks()
-        if ticks != worker.ticks:
-            worker.last_active, worker.ticks = time.monotonic() - _SILENT_SECONDS / 2, ticks
-    return time.monotonic() - worker.last_active > _SILENT_SECONDS
+        else:
+            self._lose(f"rank {worker.rank}: {reply.decode(errors='replace')}")
 
 
 @contextmanager

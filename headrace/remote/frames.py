@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from headrace.backend_traits import KvDtype
-from headrace.config import Activations, EngineConfig
+from headrace.config import AcceptanceMethod, Activations, EngineConfig, LatentAttention
 from headrace.outputs import Logprobs
 from headrace.request import DEFAULT_OPTIONS, PoolingParams, RequestOptions
 from headrace.sampling_params import SamplingParams
@@ -15,7 +15,7 @@ LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 64 << 20
 CONTENT_TYPE = "application/msgpack"
 
-ErrorKind = Literal["request", "not_finite", "closed", "internal", "quarantined"]
+ErrorKind = Literal["request", "not_finite", "closed", "rank_lost", "internal", "quarantined"]
 
 
 class Setup(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -39,6 +39,8 @@ class Add(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
     options: RequestOptions = DEFAULT_OPTIONS
     output_token_ids: list[list[int]] = []
     """Tokens that another engine has generated, for each output."""
+    mark: bytes = b""
+    """Identity of the request at a frontend, which has added a seed; see `request_key`."""
 
     @property
     def known_tokens(self) -> list[int]:
@@ -91,10 +93,20 @@ class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only
     lossy: str
     activations: Activations
     block_size: int
+    latent_attention: LatentAttention = "plain"
+    acceptance_method: AcceptanceMethod = "exact"
+    instructions: str = ""
+    """See `backend.instructions`."""
+    version: str = ""
+    """Of Headrace, whose kernels may round differently from version to version."""
+    adapters: dict[str, str] = {}
+    """Digests of the adapters of `Setup`, by name."""
 
 
 class Accepted(msgspec.Struct, array_like=True, tag=True, frozen=True):
     id: str
+    digest: str = ""
+    """Of a loaded adapter."""
 
 
 class Refused(msgspec.Struct, array_like=True, tag=True, frozen=True):

@@ -1,11 +1,13 @@
 """An engine that handles commands and puts events, over any transport."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from importlib.metadata import version
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from headrace.checkpoint.adapter import read_adapter
+from headrace.checkpoint.adapter_digest import adapter_digest
 from headrace.checkpoint.source import resolve
 from headrace.engine.engine import Engine
 from headrace.engine.thread import EngineThread
@@ -14,6 +16,8 @@ from headrace.errors import (
     HeadraceError,
     MemoryLimitError,
     NonFiniteLogitsError,
+    RankFailedError,
+    RankLostError,
     RequestError,
 )
 from headrace.loader.load import load_engine, open_model
@@ -39,17 +43,25 @@ _KV_FIGURES = (
 )
 
 
-def open_engine(
-    setup: frames.Setup, launcher: "Launcher | None" = None
-) -> tuple[Engine, ModelSpec]:
+class OpenedEngine(NamedTuple):
+    engine: Engine
+    spec: ModelSpec
+    adapters: dict[str, str]
+    """Digests of the loaded adapters, by name."""
+
+
+def open_engine(setup: frames.Setup, launcher: "Launcher | None" = None) -> OpenedEngine:
     """Load an engine with its adapters. Raises as `load_model`."""
     checkpoint = open_model(setup.model, setup.config)
     engine = load_engine(
         setup.model, setup.config, checkpoint, checkpoint.load_tokenizer(), launcher
     )
+    digests = {}
     for name, path in setup.adapters.items():
-        engine.load_adapter(name, read_adapter(resolve(path), checkpoint.spec))
-    return engine, checkpoint.spec
+        adapter = read_adapter(resolve(path), checkpoint.spec)
+        engine.load_adapter(name, adapter)
+        digests[name] = adapter_digest(adapter)
+    return OpenedEngine(engine, checkpoint.spec, digests)
 
 
 class _RequestSink:
@@ -84,11 +96,11 @@ class _RequestSink:
 
 
 class EngineHost:
-    def __init__(self, engine: Engine, spec: ModelSpec, put: Put) -> None:
-        self.thread = EngineThread(engine)
-        self.engine = engine
-        self.info = engine_info(engine, spec)
-        self._spec = spec
+    def __init__(self, opened: OpenedEngine, put: Put) -> None:
+        self.engine = opened.engine
+        self.thread = EngineThread(self.engine)
+        self.info = engine_info(opened)
+        self._spec = opened.spec
         self._put = put
 
     def report(self) -> frames.Report:
@@ -103,9 +115,11 @@ class EngineHost:
                 case frames.Add():
                     self._add(command)
                     return
-                case frames.LoadAdapter(_, name, path):
+                case frames.LoadAdapter(request_id, name, path):
                     adapter = read_adapter(resolve(path), self._spec)
                     self.thread.call(lambda: self.engine.load_adapter(name, adapter))
+                    self._put(frames.Accepted(request_id, adapter_digest(adapter)))
+                    return
                 case frames.MapBlocks(request_id):
                     self._put(blocks_of(request_id, self.thread.call(self.engine.block_map)))
                     return
@@ -138,7 +152,9 @@ def refused_event(request_id: str, error: BaseException) -> frames.Refused:
             return frames.Refused(request_id, "not_finite", str(error))
         case ClosedError():
             return frames.Refused(request_id, "closed", str(error))
-        case MemoryLimitError():  # a step that failed for this request alone
+        case RankLostError():
+            return frames.Refused(request_id, "rank_lost", str(error))
+        case MemoryLimitError() | RankFailedError():  # a step that failed for this request alone
             return frames.Refused(request_id, "internal", str(error))
         case HeadraceError():
             return frames.Refused(request_id, "request", str(error))
@@ -209,7 +225,8 @@ def _runs(blocks: Sequence[int]) -> list[int]:
     return [int(n) for pair in zip(ids[starts], lengths, strict=True) for n in pair]
 
 
-def engine_info(engine: Engine, spec: ModelSpec) -> frames.EngineInfo:
+def engine_info(opened: OpenedEngine) -> frames.EngineInfo:
+    engine, spec = opened.engine, opened.spec
     limits, config, stats = engine.limits, engine.config, engine.stats()
     return frames.EngineInfo(
         architecture=spec.architecture,
@@ -226,4 +243,9 @@ def engine_info(engine: Engine, spec: ModelSpec) -> frames.EngineInfo:
         lossy=config.lossy,
         activations=config.activations,
         block_size=limits.kv.block_size,
+        latent_attention=config.latent_attention,
+        acceptance_method=config.acceptance_method,
+        instructions=engine.instructions,
+        version=version("headrace"),
+        adapters=opened.adapters,
     )

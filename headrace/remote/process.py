@@ -115,7 +115,7 @@ def main(*arguments: str) -> None:
     if setup is None:  # the client has closed the connection
         return
     try:
-        engine, spec = open_engine(setup)
+        opened = open_engine(setup)
     except HeadraceError as error:
         # A client that has met the same error may have closed the connection.
         with suppress(OSError):
@@ -123,11 +123,11 @@ def main(*arguments: str) -> None:
         sys.exit(error.exit_code)
 
     gc.freeze()
-    if engine.config.traits.on_gpu:
+    if opened.engine.config.traits.on_gpu:
         # Objects of torch and Triton would count as leaks of the native module at exit.
         atexit.register(gc.unfreeze)
     outbox = Outbox()
-    host = EngineHost(engine, spec, outbox.put)
+    host = EngineHost(opened, outbox.put)
     with suppress(BrokenPipeError):  # the client has ended
         connection.sendall(frames.encode(host.info))
         EngineServer(host, outbox, connection, incoming, heartbeat).serve()

@@ -7,7 +7,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from headrace.checkpoint.fingerprint import fingerprint
+from headrace.checkpoint.fingerprint import fingerprint, weights_digest
 from headrace.config import EngineConfig
 from headrace.errors import ClosedError, HeadraceError
 from headrace.loader.load import open_model
@@ -33,13 +33,15 @@ class Replica:
         """`setup`: an encoded `frames.Setup`; `stall_seconds`: maximum duration of a step."""
         decoded = _decode_setup(setup)
         self._ranks = _start_ranks(decoded.config)
-        engine, spec = open_engine(decoded, self._ranks.launcher if self._ranks else None)
+        opened = open_engine(decoded, self._ranks.launcher if self._ranks else None)
         self._queues = EventQueues()
-        self._host = EngineHost(engine, spec, self._queues.put)
+        self._host = EngineHost(opened, self._queues.put)
         self._model = fingerprint_of(decoded.model, decoded.config)
         self._stall_seconds = stall_seconds
         self._boot_id = secrets.token_hex(8)
+        self._weights = weights_of(decoded.model, decoded.config)
         self._adapters = dict(decoded.adapters)
+        self._adapter_digests = dict(opened.adapters)
         self._report = frames.Report({}, {}, {})
         self._reporting: asyncio.Future[None] | None = None
 
@@ -66,10 +68,11 @@ class Replica:
             await asyncio.to_thread(self._host.handle, command)
             async for events in self._queues.read(command.id):
                 match events[0], command:
-                    case frames.Accepted(), frames.LoadAdapter(_, name, path):
-                        self._adapters[name] = path
+                    case frames.Accepted(_, digest), frames.LoadAdapter(_, name, path):
+                        self._adapters[name], self._adapter_digests[name] = path, digest
                     case frames.Accepted(), frames.UnloadAdapter(_, name):
                         self._adapters.pop(name, None)
+                        self._adapter_digests.pop(name, None)
                 return frames.encode(events[0])
         finally:
             self._queues.close(command.id)
@@ -91,6 +94,8 @@ class Replica:
             restarts=0,
             step_seconds=0.0 if step_started is None else monotonic() - step_started,
             model=self._model,
+            weights=self._weights,
+            adapter_digests=self._adapter_digests,
         )
         return encode_status(status)
 
@@ -129,6 +134,10 @@ def _start_ranks(config: EngineConfig) -> "RayRanks | None":
 def fingerprint_of(model: str, config: EngineConfig) -> str:
     checkpoint = open_model(model, config)
     return fingerprint(checkpoint, checkpoint.load_tokenizer())
+
+
+def weights_of(model: str, config: EngineConfig) -> str:
+    return weights_digest(open_model(model, config))
 
 
 def _decode_setup(data: bytes) -> frames.Setup:

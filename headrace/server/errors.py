@@ -123,12 +123,16 @@ def as_api_error(error: Exception) -> ApiError:
             )
         case NotReadyError(state="no_replica"):
             return ApiError(503, "no_replica", str(error), retry_after=5)
+        case NotReadyError(state="full"):
+            return ApiError(503, "server_overloaded", str(error), retry_after=1)
         case NotReadyError():
             return ApiError(
                 503, "engine_dead", "the engine does not respond; try again later", retry_after=5
             )
         case EngineDeadError() | RefusedError(kind="closed"):
             return ApiError(503, "engine_dead", "the engine ended during this request")
+        case RefusedError(kind="rank_lost"):
+            return ApiError(503, "rank_lost", str(error), retry_after=60)
         case TooSlowError():
             return ApiError(408, "client_too_slow", str(error))
         case RefusedError(kind="not_finite"):

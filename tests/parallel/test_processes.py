@@ -19,8 +19,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from headrace import LLM, SamplingParams
+from headrace.backend.cpu import instructions
 from headrace.errors import RankLostError
 from headrace.outputs import RequestOutput
+from headrace.parallel.rank import identity
 from headrace.parallel.transport import GlooTransport
 from tests.families import VOCAB, save_model
 from tests.test_adapters import write_adapter
@@ -254,7 +256,10 @@ def test_rank_with_other_instructions_is_refused(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # This changes rank 0 alone.
-    monkeypatch.setattr("headrace.parallel.rank._native.isa", lambda: "abacus")
+    monkeypatch.setattr(
+        "headrace.parallel.rank.identity",
+        lambda tensors: identity(tensors).replace(instructions(), "abacus"),
+    )
     with pytest.raises(
         RankLostError,
         match=r"rank 1 differs from rank 0.*instructions \w+, tensors (\w+), and instructions "

@@ -1,5 +1,5 @@
 """The CPU backend: C++ kernels for AVX-512, AVX2, NEON and portable code."""
 
-from headrace.backend.cpu.executable import compile, lower
+from headrace.backend.cpu.executable import compile, instructions, lower
 
-__all__ = ["compile", "lower"]
+__all__ = ["compile", "instructions", "lower"]

@@ -113,8 +113,12 @@ def _compile(
         raise RequestError(
             f"block_size {kv.block_size} is not supported on cpu; choose {BLOCK_SIZE}"
         )
-    isa = os.environ.get("HEADRACE_ISA", "")
-    return CpuExecutable(program, weights, kv, threads, isa, activations=activations)
+    return CpuExecutable(program, weights, kv, threads, instructions(), activations=activations)
+
+
+def instructions() -> str:
+    """The instruction set in use, on which the bits of results depend."""
+    return os.environ.get("HEADRACE_ISA") or _native.isa()
 
 
 class CpuExecutable:

@@ -11,6 +11,7 @@ if is_interpreting():
 
 import torch
 
+from headrace.backend.cuda.device import instructions
 from headrace.backend.cuda.executable import CudaExecutable, lower
 from headrace.backend.cuda.memory import release_cache
 from headrace.backend.cuda.stream import make_stream
@@ -19,7 +20,7 @@ from headrace.errors import MemoryLimitError
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 
-__all__ = ["compile", "lower"]
+__all__ = ["compile", "instructions", "lower"]
 
 
 def compile(

@@ -16,3 +16,9 @@ def multiprocessors() -> int:
         if is_interpreting()
         else int(torch.cuda.get_device_properties(DEVICE).multi_processor_count)
     )
+
+
+def instructions() -> str:
+    """The GPU and the compiler of its kernels, on which the bits of results depend."""
+    name = "interpreter" if is_interpreting() else torch.cuda.get_device_name(DEVICE)
+    return f"{name}, torch {torch.__version__}"

@@ -1,0 +1,51 @@
+"""Digests of stored tensors, to compare the weights of processes."""
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.quant.formats import StoredTensor
+
+_CHUNK_BYTES = 4 << 20
+_MIN_ROWS = 3
+
+
+def tensors_digest(tensors: Mapping[str, StoredTensor], max_bytes: int = 0) -> str:
+    """Hash the names, formats, shapes and content of tensors.
+
+    Of a tensor above `max_bytes`, it reads that many bytes in evenly spaced rows, the first and
+    last among them; 0: all. hashlib runs in threads.
+    """
+    ordered = dict(sorted(tensors.items()))
+    with ThreadPoolExecutor() as pool:
+        digests = pool.map(partial(_digest, max_bytes=max_bytes), ordered.values())
+        total = blake2b(digest_size=16)
+        for name, digest in zip(ordered, digests, strict=True):
+            total.update(f"{name}\n".encode() + digest)
+    return total.hexdigest()
+
+
+def _digest(tensor: StoredTensor, max_bytes: int) -> bytes:
+    digest = blake2b(f"{tensor.format.name} {tensor.shape}\n".encode(), digest_size=16)
+    order = () if tensor.row_order is None else (tensor.row_order,)
+    for part in (*tensor.parts.values(), *order):
+        for rows in _row_chunks(np.atleast_1d(part), max_bytes):
+            digest.update(np.ascontiguousarray(rows).view(np.uint8).data)
+    return digest.digest()
+
+
+def _row_chunks(part: NDArray[Any], max_bytes: int) -> Iterator[NDArray[Any]]:
+    row_bytes = max(1, part.nbytes // max(1, len(part)))
+    num_rows = max(_MIN_ROWS, max_bytes // row_bytes)
+    if max_bytes and num_rows < len(part):
+        for row in np.linspace(0, len(part) - 1, num_rows).astype(int):
+            yield part[row : row + 1]
+        return
+    step = max(1, _CHUNK_BYTES // row_bytes)
+    for start in range(0, len(part), step):
+        yield part[start : start + step]
