@@ -21,7 +21,7 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
 export HEADRACE_ISAS ?= native
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help run test test-api test-arm test-clients test-cuda test-page test-ray test-tokenizers test-triton soak soak-server cli fuzz gguf sanitize mutate lint format \
+.PHONY: help run test test-api test-arm test-clients test-cuda test-page test-ray test-tokenizers test-triton soak soak-server soak-route soak-ranks cli fuzz gguf sanitize mutate lint format \
 	bench bench-cuda cuda-bundle micro docs wheel clean
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo 'make test-tokenizers the token ids of each kind of tokenizer against those of transformers and sentencepiece, on TEXTS=$(TEXTS) texts (QWEN=FILE, MINILM=FOLDER)'
 	@echo 'make test-triton the long form of the tests of the GPU backend, without a GPU, and all of its kernels compiled for an H100'
 	@echo 'make soak    2,000 rounds of interrupts, closes, forks, failures'
+	@echo 'make soak-route two workers that die, each with nginx before it; `make soak-ranks`: 2,000 requests to experts on ranks'
 	@echo 'make soak-server the server under load and faults, in an hour; `python benchmarks/soak SCENARIO`: one of them'
 	@echo 'make fuzz    hostile files, templates, batches and native calls, for SECONDS=$(SECONDS)'
 	@echo 'make gguf    GGUF files of all families by llama.cpp: the same tensors, and the logits that it computes (LLAMA_PYTHON=...)'
@@ -97,6 +98,12 @@ soak: .venv/.test
 
 soak-server: .venv/.test
 	$(BIN)/python benchmarks/soak
+
+soak-route: .venv/.test
+	$(BIN)/python benchmarks/soak proxied_route
+
+soak-ranks: .venv/.test
+	$(BIN)/python benchmarks/soak ranks_experts
 
 fuzz: .venv/.test
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)

@@ -3,7 +3,8 @@ failed.
 
     python benchmarks/soak                              everything, in an hour, half of it `mixed`
     python benchmarks/soak [--seconds N] SCENARIO ...   some scenarios; N seconds for those with a
-                                                        length: load, overload, mixed
+                                                        length: load, overload, mixed, and
+                                                        those of `make soak-route`, `soak-ranks`
 """
 
 import argparse
@@ -29,6 +30,8 @@ _ALL = (
     "distinct",
     "slow_readers",
 )
+_APART = ("proxied_route", "ranks_experts")
+"""Scenarios that need nginx, or torch: `make soak-route` and `make soak-ranks`."""
 
 
 def main() -> None:
@@ -38,11 +41,11 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "scenarios", nargs="*", metavar="SCENARIO", help=f"scenarios: {', '.join(_ALL)}"
+        "scenarios", nargs="*", metavar="SCENARIO", help=f"scenarios: {', '.join((*_ALL, *_APART))}"
     )
     parser.add_argument("--seconds", type=float)
     args = parser.parse_args()
-    if unknown := set(args.scenarios) - set(_ALL):
+    if unknown := set(args.scenarios) - {*_ALL, *_APART}:
         parser.error(f"no scenario: {', '.join(sorted(unknown))}")
     failed = []
     for name in args.scenarios or _ALL:

@@ -31,6 +31,7 @@ _GRACE_SECONDS = 3.0
 _MAX_RESTARTS = 3
 _RESTART_WINDOW = 600.0
 _CHUNK_BYTES = 1 << 18
+_MIN_SECONDS = 1e-3
 
 log = logging.getLogger("headrace.server")
 
@@ -51,6 +52,7 @@ class EngineClient:
         self.restarts = 0
         self.exit_code = 0
         self.adapters = dict(adapters)
+        self.adapter_digests = dict[str, str]()
         self._model = model
         self._config = config
         self._stall_seconds = stall_seconds
@@ -83,7 +85,9 @@ class EngineClient:
             raise EngineDeadError(self._reason)
 
     async def submit(self, request: frames.Add) -> Stream:
+        started = time.monotonic()
         await self._quarantine.enter(request)
+        request = _with_seconds_left(request, time.monotonic() - started)
         try:
             stream = self._open_stream(request)
         except NotReadyError:
@@ -100,12 +104,16 @@ class EngineClient:
         return stream
 
     async def load_adapter(self, name: str, path: str) -> None:
-        await self._run_command(lambda request_id: frames.LoadAdapter(request_id, name, path))
-        self.adapters[name] = path
+        reply = await self._run_command(
+            lambda request_id: frames.LoadAdapter(request_id, name, path)
+        )
+        assert isinstance(reply, frames.Accepted)
+        self.adapters[name], self.adapter_digests[name] = path, reply.digest
 
     async def unload_adapter(self, name: str) -> None:
         await self._run_command(lambda request_id: frames.UnloadAdapter(request_id, name))
         self.adapters.pop(name, None)
+        self.adapter_digests.pop(name, None)
 
     async def block_map(self) -> frames.Blocks:
         blocks = await self._run_command(frames.MapBlocks)
@@ -209,7 +217,7 @@ class EngineClient:
                     case frames.Report():
                         self.report = event
                     case frames.EngineInfo():
-                        self.info = event
+                        self.info, self.adapter_digests = event, dict(event.adapters)
                         self._set_state("ready")
                     case frames.Refused("", _, message):
                         self.exit_code = 1
@@ -285,6 +293,14 @@ class EngineClient:
         streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
             stream.put(error)
+
+
+def _with_seconds_left(request: frames.Add, waited: float) -> frames.Add:
+    timeout = request.options.timeout
+    if timeout is None:
+        return request
+    options = replace(request.options, timeout=max(_MIN_SECONDS, timeout - waited))
+    return msgspec.structs.replace(request, options=options)
 
 
 async def _read_chunk(reader: asyncio.StreamReader) -> bytes:

@@ -36,7 +36,12 @@ class RemoteEngine(Protocol):
     def exit_code(self) -> int: ...
 
     @property
-    def adapters(self) -> Mapping[str, str]: ...
+    def adapters(self) -> Mapping[str, str]:
+        """Paths of the loaded adapters, by name."""
+
+    @property
+    def adapter_digests(self) -> Mapping[str, str]:
+        """See `checkpoint.adapter_digest`."""
 
     async def start(self) -> None:
         """Start the engine; return when it is ready. Raises EngineDeadError with the reason."""

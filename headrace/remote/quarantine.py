@@ -6,6 +6,7 @@ Suspects run with few other suspects. A request that alone ended an engine is re
 import asyncio
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from hashlib import blake2b
 from time import monotonic
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from headrace.remote import frames
-from headrace.remote.errors import RefusedError
+from headrace.remote.errors import NotReadyError, RefusedError
 
 _SUSPECT_SECONDS = 600.0
 _MAX_SUSPECTS = 8
@@ -32,7 +33,21 @@ class Quarantine:
         self._changed = asyncio.Event()
 
     async def enter(self, request: frames.Add) -> None:
-        """Wait until a request may run. Raises RefusedError if it has ended engines."""
+        """Wait until a request may run.
+
+        Raises RefusedError if it has ended engines, NotReadyError if it waits for its `timeout`.
+        """
+        try:
+            async with asyncio.timeout(request.options.timeout):
+                await self._enter(request)
+        except TimeoutError:
+            raise NotReadyError(
+                "full",
+                "requests that may have ended the engine run a few at a time, and this one had no "
+                "turn before its timeout; send it again later",
+            ) from None
+
+    async def _enter(self, request: frames.Add) -> None:
         if not self._suspicions:
             return
         key, now = request_key(request), monotonic()
@@ -85,5 +100,12 @@ class Quarantine:
 
 
 def request_key(request: frames.Add) -> bytes:
-    content = msgspec.structs.replace(request, id="", output_token_ids=[])
+    """Return the identity of a request, which stays if the request is sent again or continues.
+
+    Its id, progress and time limit do not count.
+    """
+    if request.mark:
+        return request.mark
+    options = replace(request.options, timeout=None)
+    content = msgspec.structs.replace(request, id="", output_token_ids=[], options=options)
     return blake2b(frames.encode(content), digest_size=16).digest()

@@ -17,6 +17,12 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int
     step_seconds: float
     model: str = ""
+    """See `checkpoint.fingerprint`."""
+    weights: str = ""
+    """See `quant.digest`."""
+    adapter_digests: dict[str, str] = {}
+    is_full: bool = False
+    """Whether the queue has no room for another sequence."""
 
     @property
     def accepts_requests(self) -> bool:

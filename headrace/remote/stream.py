@@ -46,8 +46,24 @@ class Stream:
         return event
 
     async def __aiter__(self) -> AsyncIterator[frames.StepOutput | frames.Ended]:
+        async for event in self.events():
+            assert event is not None
+            yield event
+
+    async def events(
+        self, quiet_seconds: float | None = None
+    ) -> AsyncIterator[frames.StepOutput | frames.Ended | None]:
+        """Yield the events, and None after each `quiet_seconds` without one.
+
+        Raises the error that ends the request.
+        """
         while True:
-            event = await self._events.get()
+            try:
+                async with asyncio.timeout(quiet_seconds):
+                    event = await self._events.get()
+            except TimeoutError:
+                yield None
+                continue
             if isinstance(event, EngineError):
                 raise event
             if isinstance(event, frames.StepOutput):

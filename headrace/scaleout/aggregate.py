@@ -38,11 +38,6 @@ def combine_info(replicas: Collection[ReplicaStatus]) -> frames.EngineInfo:
     return msgspec.structs.replace(infos[0], max_model_len=max_model_len, **sums)
 
 
-def common_adapters(replicas: Collection[ReplicaStatus]) -> dict[str, str]:
-    first, *others = [replica.adapters for replica in replicas] or [{}]
-    return {name: path for name, path in first.items() if all(name in other for other in others)}
-
-
 def combine_blocks(maps: Mapping[str, frames.Blocks]) -> frames.Blocks:
     """Concatenate the KV groups; requests are named REPLICA/REQUEST."""
     groups = [

@@ -23,6 +23,13 @@ class Dispatcher(Protocol):
     @property
     def replicas(self) -> Mapping[str, ReplicaStatus]: ...
 
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """Paths of the adapters that requests may name, by name."""
+
+    async def changed(self) -> None:
+        """Wait until a replica may accept a request that none has accepted before."""
+
     async def start(self) -> None:
         """Find the replicas; return when one accepts requests. Raises EngineDeadError."""
 

@@ -6,26 +6,27 @@ Every request gets a seed, so that all replicas sample the same tokens.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from itertools import count
 from time import monotonic
 
 import msgspec
 
-from headrace.errors import NoReplicaError
+from headrace.errors import NoReplicaError, ReplicasFullError
 from headrace.remote import frames
 from headrace.remote.engine import State
 from headrace.remote.errors import EngineDeadError, EngineError, NotReadyError
+from headrace.remote.quarantine import request_key
 from headrace.remote.replica_status import ReplicaStatus
 from headrace.remote.stream import Stream
 from headrace.sampling.sampler import random_seed
-from headrace.scaleout.aggregate import ReportTotals, combine_blocks, combine_info, common_adapters
+from headrace.scaleout.aggregate import ReportTotals, combine_blocks, combine_info
 from headrace.scaleout.dispatcher import Dispatcher, ReplicaLostError, RequestEvent
 from headrace.scaleout.fleet_quarantine import FleetQuarantine
 from headrace.scaleout.resumable_request import ResumableRequest, with_seed
+from headrace.scaleout.waiting_line import WaitingLines
 
 _MAX_LOSSES = 8
-_POLL_SECONDS = 0.05
 
 log = logging.getLogger("headrace.scaleout")
 
@@ -44,6 +45,8 @@ class Fleet:
         self._wait_seconds = wait_seconds
         self._numbers = count()
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._lines = WaitingLines()
+        self._waking: asyncio.Task[None] | None = None
         self._quarantine = FleetQuarantine()
         self._totals = ReportTotals()
         self._last_replicas: list[ReplicaStatus] = []
@@ -82,7 +85,15 @@ class Fleet:
 
     @property
     def adapters(self) -> Mapping[str, str]:
-        return common_adapters(self._present_or_last())
+        return self._dispatcher.adapters
+
+    @property
+    def adapter_digests(self) -> Mapping[str, str]:
+        return {
+            name: digest
+            for replica in self._present_or_last()
+            for name, digest in replica.adapter_digests.items()
+        }
 
     async def start(self) -> None:
         await self._dispatcher.start()
@@ -92,7 +103,8 @@ class Fleet:
         if self._closed:
             raise NotReadyError("closed", "the server is shutting down")
         number = next(self._numbers)
-        request = msgspec.structs.replace(request, id=str(number))
+        # The mark comes before the seed, by which no two requests would be equal.
+        request = msgspec.structs.replace(request, id=str(number), mark=request_key(request))
         stream = Stream(request.id, request, self._abort)
         seeded = with_seed(request, self._seed, number)
         self._running[request.id] = asyncio.ensure_future(self._run(seeded, stream))
@@ -119,7 +131,7 @@ class Fleet:
     async def close(self) -> None:
         self._closed = True
         running = list(self._running.values())
-        for task in running:
+        for task in (*running, *filter(None, [self._waking])):
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await self._dispatcher.close()
@@ -151,17 +163,12 @@ class Fleet:
 
     async def _events(self, request: frames.Add) -> AsyncGenerator[RequestEvent]:
         resumable, is_accepted = ResumableRequest(request), False
-        waiting_since: float | None = None
         while True:
             try:
-                async with (
-                    self._quarantine.admit(request),
-                    aclosing(self._dispatcher.generate(resumable.remaining())) as events,
-                ):
+                async with aclosing(self._accepted_events(resumable, request)) as events:
                     async for event in events:
                         match event:
                             case frames.Accepted():
-                                waiting_since = None
                                 if not is_accepted:
                                     yield event
                                 is_accepted = True
@@ -180,8 +187,59 @@ class Fleet:
                 if ended := resumable.end_without_replica():
                     yield ended
                     return
-            except NoReplicaError:
-                waiting_since = await self._wait(waiting_since, resumable)
+
+    async def _accepted_events(
+        self, resumable: ResumableRequest, request: frames.Add
+    ) -> AsyncGenerator[RequestEvent]:
+        """Yield the events of the replica that accepts a request, which waits in line for it."""
+        options, reason = request.options, None
+        async with self._quarantine.admit(request, resumable.seconds_left):
+            if not self._lines.has_line(options.adapter):
+                try:
+                    async with aclosing(self._dispatcher.generate(resumable.remaining())) as events:
+                        async for event in events:
+                            yield event
+                    return
+                except NoReplicaError as error:
+                    reason = error
+
+            wait_seconds = self._max_wait(resumable)
+            deadline = monotonic() + wait_seconds
+            with ExitStack() as waiting:
+                place = waiting.enter_context(
+                    self._lines.waiting(options.adapter, options.priority, int(request.id))
+                )
+                self._start_waking()
+                while True:
+                    try:
+                        await self._lines.turn(
+                            options.adapter, place, deadline - monotonic(), reason
+                        )
+                    except NoReplicaError as error:
+                        raise _not_ready(error, wait_seconds) from None
+                    try:
+                        async with aclosing(
+                            self._dispatcher.generate(resumable.remaining())
+                        ) as events:
+                            async for event in events:
+                                waiting.close()  # it is accepted, so the next one tries
+                                yield event
+                        return
+                    except NoReplicaError as error:
+                        reason = error
+
+    def _max_wait(self, resumable: ResumableRequest) -> float:
+        left = resumable.seconds_left
+        return self._wait_seconds if left is None else min(self._wait_seconds, left)
+
+    def _start_waking(self) -> None:
+        if self._waking is None or self._waking.done():
+            self._waking = asyncio.ensure_future(self._wake_waiting())
+
+    async def _wake_waiting(self) -> None:
+        while not self._lines.is_empty:
+            await self._dispatcher.changed()
+            self._lines.wake()
 
     def _note_loss(
         self, resumable: ResumableRequest, request: frames.Add, error: ReplicaLostError
@@ -195,13 +253,10 @@ class Fleet:
             ) from None
         log.warning("a replica was lost; its request continues on another one: %s", error)
 
-    async def _wait(self, since: float | None, resumable: ResumableRequest) -> float:
-        since = monotonic() if since is None else since
-        left = resumable.seconds_left
-        if monotonic() - since >= self._wait_seconds or (left is not None and left < _POLL_SECONDS):
-            raise NotReadyError("no_replica", "no worker can accept the request")
-        await asyncio.sleep(_POLL_SECONDS)
-        return since
+
+def _not_ready(error: NoReplicaError, seconds: float) -> NotReadyError:
+    state = "full" if isinstance(error, ReplicasFullError) else "no_replica"
+    return NotReadyError(state, f"{error}, and the request has waited {seconds:.0f} s")
 
 
 @contextmanager

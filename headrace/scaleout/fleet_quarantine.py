@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from time import monotonic
 
 from headrace.remote import frames
-from headrace.remote.errors import RefusedError
+from headrace.remote.errors import NotReadyError, RefusedError
 from headrace.remote.quarantine import request_key
 
 _MEMORY_SECONDS = 600.0
@@ -21,18 +21,32 @@ class FleetQuarantine:
         self._alone = asyncio.Lock()
 
     @asynccontextmanager
-    async def admit(self, request: frames.Add) -> AsyncIterator[None]:
-        """Wait until a request may run. Raises RefusedError after too many deaths."""
+    async def admit(self, request: frames.Add, seconds: float | None = None) -> AsyncIterator[None]:
+        """Wait until a request may run.
+
+        Raises RefusedError after too many deaths, NotReadyError after `seconds`.
+        """
         if self._num_deaths(request) < _DEATHS_ALONE:
             yield
             return
-        async with self._alone:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._alone.acquire()
+        except TimeoutError:
+            raise NotReadyError(
+                "full",
+                "requests that may have ended engines run one at a time, and this one had no turn "
+                "before its timeout; send it again later",
+            ) from None
+        try:
             if self._num_deaths(request) >= _DEATHS_REFUSED:
                 raise RefusedError(
                     "quarantined",
                     "several engines ended during this request; send it again in 10 minutes",
                 )
             yield
+        finally:
+            self._alone.release()
 
     def replica_died(self, request: frames.Add, boot_id: str) -> None:
         expiry = monotonic() + _MEMORY_SECONDS

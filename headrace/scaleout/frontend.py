@@ -52,7 +52,7 @@ def route(
 
     `key`: API key of the workers; `wait`: maximum seconds a request waits.
     """
-    workers = HttpWorkers(urls, key, partial(_fingerprint, model, config))
+    workers = HttpWorkers(urls, key, partial(_fingerprint, model, config), wait)
     return serve(model, config, settings, lambda: Fleet(workers, config.seed, wait), announce)
 
 

@@ -1,13 +1,14 @@
 """Client of one worker over HTTP.
 
-A worker without a status for `_SILENT_SECONDS` is lost, and its requests continue elsewhere.
+A worker without a status for `_SILENT_SECONDS` is lost, and its requests continue elsewhere. A
+proxy may stand before a worker: only a worker's own errors are final.
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
-from typing import TypeVar
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import NamedTuple, TypeVar
 
 import aiohttp
 import msgspec
@@ -22,6 +23,8 @@ _SILENT_SECONDS = 3.0
 _CONNECT_SECONDS = 2.0
 _RETRY_SECONDS = 0.25
 _KEEPALIVE_SECONDS = 30.0
+_FINAL_STATUSES = (401, 403, 404)
+_FULL_CODES = ("server_overloaded", "rate_limit_exceeded")
 
 _FAILURES = (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError, ValueError)
 
@@ -45,6 +48,11 @@ class HttpWorker:
         self._session: aiohttp.ClientSession | None = None
         self._timeouts = set[asyncio.Timeout]()
         self._is_unsure = False
+        """Whether it failed at a request after its last status."""
+        self.is_full = False
+        self.last_adapters: dict[str, str] = {}
+        """Adapters of the last status, also after a loss."""
+        self._next_status = asyncio.Event()
 
     @property
     def accepts_requests(self) -> bool:
@@ -65,6 +73,7 @@ class HttpWorker:
             elif reason != last_reason:
                 log.info("%s is not present yet: %s", self.url, reason)
             self.status, self.was_tried = None, True
+            self._set_next_status()
             self._on_status(self, None)
             await asyncio.sleep(_RETRY_SECONDS)
 
@@ -73,30 +82,47 @@ class HttpWorker:
         if status is None or session is None:
             raise NoReplicaError(f"{self.url} is not present")
         ended: frames.Ended | None = None
-        reason = "the response ended early"
+        reason, has_ended_engine = "the response ended early", False
         try:
             async with aclosing(self._post(session, msgspec.msgpack.encode(request))) as events:
                 async for event in events:
                     if isinstance(event, frames.Refused):
                         if event.kind == "closed":
+                            has_ended_engine = True
                             break
                         raise RefusedError(event.kind, event.message)
                     is_accepted = True
                     if isinstance(event, frames.Ended):
+                        if event.error and event.error.kind == "rank_lost":
+                            reason, is_accepted = event.error.message, False
+                            break
                         # Yield it after the body has ended, so the connection can be reused.
                         ended = event
                     elif isinstance(event, frames.Accepted | frames.StepOutput):
                         yield event
         except _FAILURES as error:
             reason = _describe(error)
+        finally:
+            if is_accepted:
+                self.is_full = False
         if ended is not None:
             yield ended
             return
         self._is_unsure = True
         # A worker that was draining has ended on purpose: its end counts as no death.
         is_draining = self.status is not None and self.status.draining
-        boot_id = status.boot_id if is_accepted and not is_draining else ""
-        raise ReplicaLostError(boot_id, f"{self.url}: {reason}")
+        is_death = is_accepted and not is_draining
+        if is_death and not has_ended_engine:
+            is_death = await self._has_ended(status.boot_id)
+        raise ReplicaLostError(status.boot_id if is_death else "", f"{self.url}: {reason}")
+
+    async def _has_ended(self, boot_id: str) -> bool:
+        """Whether the engine of a broken connection has ended: the next status tells."""
+        if self.status is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_SILENT_SECONDS):
+                    await self._next_status.wait()
+        return self.status is None or self.status.boot_id != boot_id
 
     async def call(self, method: str, path: str, body: object = None) -> bytes:
         """Call a route. Raises RefusedError, and NoReplicaError without a worker."""
@@ -109,7 +135,7 @@ class HttpWorker:
             async with session.request(
                 method, self.url + path, data=data, headers={"content-type": "application/json"}
             ) as response:
-                await _raise_for_status(response)
+                await self._raise_for_status(response)
                 return await response.read()
 
         try:
@@ -118,6 +144,7 @@ class HttpWorker:
             raise NoReplicaError(f"{self.url}: {_describe(error)}") from None
 
     def set_adapters(self, adapters: Mapping[str, str]) -> None:
+        self.last_adapters = dict(adapters)
         if self.status is not None:
             self.status = msgspec.structs.replace(self.status, adapters=dict(adapters))
 
@@ -145,7 +172,9 @@ class HttpWorker:
         )
         response = await self._unless_lost(session, posted)
         try:
-            await _raise_for_status(response)
+            if response.status == 404:
+                raise NoReplicaError(f"{self.url} responds with status 404: it is no worker")
+            await self._raise_for_status(response)
             buffer = bytearray()
             while chunk := await self._unless_lost(session, response.content.readany()):
                 buffer += chunk
@@ -172,44 +201,68 @@ class HttpWorker:
             session.get(f"{self.url}/worker/status") as response,
         ):
             if response.status != 200:
-                self._set_problem(response.status, await _error_message(response))
-                return self.problem
+                return self._refusal(response.status, (await _error_of(response)).message)
             while chunk := await response.content.readany():
                 timeout.reschedule(now() + _SILENT_SECONDS)
                 buffer += chunk
                 for body in frames.bodies(buffer):
                     self.status, self._is_unsure = read_status(body), False
-                    self.was_tried = True
+                    self.was_tried, self.is_full = True, self.status.is_full
+                    self.last_adapters = self.status.adapters
+                    self._set_next_status()
                     self._on_status(self, self.status)
         return "it ended"
 
-    def _set_problem(self, status: int, message: str) -> None:
-        if status in (401, 403):
+    def _set_next_status(self) -> None:
+        self._next_status.set()
+        self._next_status = asyncio.Event()
+
+    def _refusal(self, status: int, message: str) -> str:
+        """Return why the worker gives no status; only final reasons become its problem."""
+        if status not in _FINAL_STATUSES:
+            return f"it responds with status {status}: {message}"
+        self.problem = f"{self.url} is no worker: start it with `headrace serve --worker`"
+        if status != 404:
             self.problem = (
                 f"{self.url} refuses this process: {message}; set --worker-key to an "
                 "API key of that worker"
             )
-        elif status == 404:
-            self.problem = f"{self.url} is no worker: start it with `headrace serve --worker`"
-        else:
-            self.problem = f"{self.url} responds with status {status}: {message}"
+        return self.problem
+
+    async def _raise_for_status(self, response: aiohttp.ClientResponse) -> None:
+        """Raises NoReplicaError if another worker may serve the request, else RefusedError."""
+        status = response.status
+        if status == 200:
+            return
+        error = await _error_of(response)
+        if error.code in _FULL_CODES:
+            self.is_full = True
+            raise NoReplicaError(error.message)
+        reason = f"{self.url} responds with status {status}: {error.message}"
+        is_own = bool(error.code)
+        if is_own and status not in (401, 429) and status < 500:
+            raise RefusedError("request", error.message)
+        if not is_own and status not in (*_FINAL_STATUSES, 429) and status < 500:
+            raise RefusedError("request", f"a proxy refuses the request: {reason}")
+        self._is_unsure = True
+        if is_own and status == 500:
+            raise ReplicaLostError("", reason)
+        raise NoReplicaError(reason)
+
+
+class _Error(NamedTuple):
+    code: str
+    """Of a worker; empty for an error of a proxy."""
+    message: str
+
+
+async def _error_of(response: aiohttp.ClientResponse) -> _Error:
+    try:
+        error = msgspec.json.decode(await response.read())["error"]
+        return _Error(str(error["code"] or "error"), str(error["message"]))
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return _Error("", response.reason or "an error without a message")
 
 
 def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".removesuffix(": ")
-
-
-async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
-    if response.status == 200:
-        return
-    message = await _error_message(response)
-    if response.status in (429, 503):
-        raise NoReplicaError(message)
-    raise RefusedError("request" if response.status < 500 else "internal", message)
-
-
-async def _error_message(response: aiohttp.ClientResponse) -> str:
-    try:
-        return str(msgspec.json.decode(await response.read())["error"]["message"])
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return response.reason or "an error without a message"

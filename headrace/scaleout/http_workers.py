@@ -2,49 +2,50 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing
 
 import msgspec
 
-from headrace.errors import NoReplicaError, RequestError
+from headrace.errors import NoReplicaError, ReplicasFullError, RequestError
 from headrace.remote import frames
 from headrace.remote.errors import EngineDeadError, RefusedError
 from headrace.remote.replica_status import ReplicaStatus
 from headrace.scaleout.dispatcher import ReplicaLostError, RequestEvent
+from headrace.scaleout.equal_workers import EqualWorkers
 from headrace.scaleout.http_worker import HttpWorker
 from headrace.scaleout.prefix_router import PrefixRouter, RoutedRequest
 from headrace.scaleout.replica_speed import ReplicaSpeed, SpeedEstimator
+from headrace.scaleout.worker_adapters import WorkerAdapters
 
-_EQUAL_INFO = (
-    "architecture",
-    "vocab_size",
-    "dim",
-    "max_model_len",
-    "kv_dtype",
-    "backend",
-    "lossy",
-    "activations",
-    "block_size",
-)
-"""Properties that all workers must share, so that any of them gives the same tokens."""
 _PATIENCE_SECONDS = 10.0
+_LATE_SECONDS = 5.0
+"""Seconds until the loss of a worker is seen."""
 
 log = logging.getLogger("headrace.scaleout")
 
 
 class HttpWorkers:
-    def __init__(self, urls: Iterable[str], key: str, fingerprint: Callable[[], str]) -> None:
-        """`fingerprint` identifies the required model; a thread calls it."""
+    def __init__(
+        self,
+        urls: Iterable[str],
+        key: str,
+        fingerprint: Callable[[], str],
+        wait_seconds: float = 30.0,
+    ) -> None:
+        """`fingerprint` identifies the required model; a thread calls it. `wait_seconds`: maximum
+        wait of a request.
+        """
         self._workers = {url: HttpWorker(url, key, self._observe) for url in urls}
         self._fingerprint = fingerprint
         self._model = ""
-        self._first_info: dict[str, object] | None = None
+        self._equal = EqualWorkers("worker", wait_seconds + _LATE_SECONDS)
+        self._adapters = WorkerAdapters()
         self._router: PrefixRouter | None = None
         self._speeds: dict[str, tuple[str, SpeedEstimator]] = {}
         self._common_speed = SpeedEstimator()
         self._watching: list[asyncio.Task[None]] = []
-        self._status_changed = asyncio.Event()
+        self._changed = asyncio.Event()
 
     @property
     def replicas(self) -> Mapping[str, ReplicaStatus]:
@@ -54,6 +55,18 @@ class HttpWorkers:
             if worker.status and not worker.problem
         }
 
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """Adapters that a worker has, or had when it was lost."""
+        found: dict[str, str] = {}
+        for worker in self._workers.values():
+            if not worker.problem:
+                found = {**worker.last_adapters, **found}
+        return self._adapters.with_changes(found)
+
+    async def changed(self) -> None:
+        await self._changed.wait()
+
     async def start(self) -> None:
         """Wait for a worker. Raises EngineDeadError if no worker is usable."""
         self._model = await asyncio.to_thread(self._fingerprint)
@@ -61,43 +74,33 @@ class HttpWorkers:
             asyncio.ensure_future(worker.watch()) for worker in self._workers.values()
         ]
         while not any(worker.accepts_requests for worker in self._workers.values()):
-            problems = [worker.problem for worker in self._workers.values() if worker.problem]
-            if problems and all(worker.was_tried for worker in self._workers.values()):
+            problems = [worker.problem for worker in self._workers.values()]
+            if all(problems):
                 raise EngineDeadError("; ".join(problems))
             try:
                 async with asyncio.timeout(_PATIENCE_SECONDS):
-                    await self._status_changed.wait()
+                    await self._changed.wait()
             except TimeoutError:
                 log.info("waiting for a worker: %s", ", ".join(self._workers))
-            self._status_changed.clear()
 
     async def generate(self, request: frames.Add) -> AsyncGenerator[RequestEvent]:
         """Run a request on the worker with the earliest expected first token that accepts it."""
-        candidates = {url for url, worker in self._workers.items() if worker.accepts_requests}
+        adapter, tried = request.options.adapter, set[str]()
         while True:
-            routed = self._route(request, candidates)
+            routed = self._route(request, self._candidates(adapter) - tried)
             try:
                 async with aclosing(self._run(request, routed)) as events:
                     async for event in events:
                         yield event
                 return
             except NoReplicaError:
-                candidates.remove(routed.replica)
+                tried.add(routed.replica)
 
     async def load_adapter(self, name: str, path: str) -> None:
-        body = {"lora_name": name, "lora_path": path}
-        for worker in self._usable_workers():
-            assert worker.status is not None
-            if name not in worker.status.adapters:
-                await worker.call("POST", "/v1/load_lora_adapter", body)
-                worker.set_adapters({**worker.status.adapters, name: path})
+        await self._adapters.load(name, path, self._usable_workers())
 
     async def unload_adapter(self, name: str) -> None:
-        for worker in self._usable_workers():
-            await worker.call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
-            assert worker.status is not None
-            kept = {other: path for other, path in worker.status.adapters.items() if other != name}
-            worker.set_adapters(kept)
+        await self._adapters.unload(name, self._usable_workers())
 
     async def block_maps(self) -> Mapping[str, frames.Blocks]:
         workers = self._usable_workers()
@@ -112,13 +115,35 @@ class HttpWorkers:
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
+        await self._adapters.close()
 
     def _usable_workers(self) -> list[HttpWorker]:
         return [self._workers[url] for url in self.replicas]
 
-    def _route(self, request: frames.Add, candidates: Iterable[str]) -> RoutedRequest:
-        if self._router is None:
-            raise NoReplicaError("no worker is present")
+    def _having(self, adapter: str | None) -> list[HttpWorker]:
+        """Workers that take requests and have an adapter, full or not."""
+        return [
+            worker
+            for url, worker in self._workers.items()
+            if worker.accepts_requests
+            and worker.status is not None
+            and (adapter is None or self._equal.has_adapter(url, worker.status, adapter))
+        ]
+
+    def _candidates(self, adapter: str | None) -> set[str]:
+        return {worker.url for worker in self._having(adapter) if not worker.is_full}
+
+    def _no_candidate(self, adapter: str | None) -> Exception:
+        if adapter is not None and adapter not in self.adapters:
+            return RefusedError("request", f"adapter {adapter!r} was unloaded")
+        if workers := self._having(adapter):
+            return ReplicasFullError(f"the queues of all {len(workers)} workers are full")
+        what = "" if adapter is None else f" with adapter {adapter!r}"
+        return NoReplicaError(f"no worker{what} can accept the request")
+
+    def _route(self, request: frames.Add, candidates: Collection[str]) -> RoutedRequest:
+        if self._router is None or not candidates:
+            raise self._no_candidate(request.options.adapter)
         scope = request.options.cache_salt, request.options.adapter
         try:
             return self._router.route(request.known_tokens, scope, candidates)
@@ -147,20 +172,27 @@ class HttpWorkers:
             raise
         finally:
             router.ended(routed, cached_tokens)
+            self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _observe(self, worker: HttpWorker, status: ReplicaStatus | None) -> None:
-        self._status_changed.set()
+        self._notify()
         if status is None:
             if self._router:
                 self._router.leave(worker.url)
             return
 
-        last_problem, worker.problem = worker.problem, self._find_problem(worker.url, status)
+        last_problem, worker.problem = worker.problem, self._find_problem(worker, status)
         if worker.problem:
             if worker.problem != last_problem:
                 log.error("%s", worker.problem)
             return
 
+        self._equal.learn_adapters(self.replicas)
+        self._adapters.observe(worker)
         info = status.info
         if self._router is None:
             self._router = PrefixRouter(info.block_size)
@@ -180,22 +212,17 @@ class HttpWorkers:
         self._common_speed.observe(status.report)
         return estimator.estimate(status.info.max_num_seqs, self._common_speed)
 
-    def _find_problem(self, url: str, status: ReplicaStatus) -> str:
+    def _find_problem(self, worker: HttpWorker, status: ReplicaStatus) -> str:
         if status.model != self._model:
             return (
-                f"{url} serves another model or tokenizer: start it with the same MODEL as "
+                f"{worker.url} serves another model or tokenizer: start it with the same MODEL as "
                 "this process"
             )
-        info = {name: getattr(status.info, name) for name in _EQUAL_INFO}
-        self._first_info = self._first_info or info
-        differences = [
-            f"{name} {info[name]!r}, not {value!r}"
-            for name, value in self._first_info.items()
-            if info[name] != value
-        ]
+        others = [status for url, status in self.replicas.items() if url != worker.url]
+        differences = self._equal.differences(status, others)
         if not differences:
             return ""
-        return f"{url} differs from the first worker and is not used: {', '.join(differences)}"
+        return f"{worker.url} differs from the first worker and is not used: {differences}"
 
 
 class _BlocksPage(msgspec.Struct):

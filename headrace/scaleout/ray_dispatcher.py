@@ -19,12 +19,15 @@ from headrace.remote import frames
 from headrace.remote.errors import RefusedError
 from headrace.remote.replica_status import ReplicaStatus, read_status
 from headrace.scaleout.dispatcher import ReplicaLostError, RequestEvent
+from headrace.scaleout.equal_workers import EqualWorkers
 from headrace.scaleout.ray_router import PrefixRequestRouter, broadcast, router_of
 
 _LOOK_SECONDS = 0.5
 _SILENT_SECONDS = 3.0
 _COMMAND_SECONDS = 60.0
 _ROUTE_SECONDS = 30.0
+_TAKEOVER_SECONDS = 70.0
+"""More than a request waits for a replica, here and in the fleet."""
 _LOST_ERRORS = (RayError, RayServeException, grpc.RpcError)
 
 log = logging.getLogger("headrace.scaleout")
@@ -38,6 +41,7 @@ class RayDispatcher:
         self._deploy = deploy
         self._fingerprint = fingerprint
         self._model = ""
+        self._equal = EqualWorkers("replica", _TAKEOVER_SECONDS)
         self._unequal = set[str]()
         self._app = app
         self._handle: Any = None
@@ -51,6 +55,17 @@ class RayDispatcher:
     @property
     def replicas(self) -> Mapping[str, ReplicaStatus]:
         return self._statuses
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        return {
+            name: path
+            for status in self._statuses.values()
+            for name, path in status.adapters.items()
+        } | self._adapters
+
+    async def changed(self) -> None:
+        await asyncio.sleep(_LOOK_SECONDS)  # Ray itself has waited for a place
 
     async def start(self) -> None:
         self._model = await asyncio.to_thread(self._fingerprint)
@@ -152,16 +167,17 @@ class RayDispatcher:
         expected = self._router.boot_ids if self._router else set()
         replies = await broadcast(self._handle, "status", seconds=_SILENT_SECONDS)
         statuses = [read_status(_single_body(reply)) for reply in replies]
-        unequal = {status.boot_id for status in statuses if status.model != self._model}
-        for boot_id in unequal - self._unequal:
-            self._unequal.add(boot_id)
-            log.error(
-                "a replica serves another model or tokenizer than this process and is not used; "
-                "make MODEL the same on all nodes"
-            )
-        self._statuses = {
-            status.boot_id: status for status in statuses if status.model == self._model
-        }
+        # A replica that serves stays the measure for the others.
+        statuses.sort(key=lambda status: status.boot_id not in self._statuses)
+        equal: dict[str, ReplicaStatus] = {}
+        for status in statuses:
+            if problem := self._find_problem(status, equal):
+                if status.boot_id not in self._unequal:
+                    self._unequal.add(status.boot_id)
+                    log.error("%s", problem)
+            else:
+                equal[status.boot_id] = status
+        self._statuses = equal
 
         router = self._router
         if router is None:
@@ -177,6 +193,16 @@ class RayDispatcher:
             if any(name not in status.adapters for status in statuses):
                 command = self._encode(partial(_load_adapter, name, path))
                 await broadcast(self._handle, "command", command, seconds=_COMMAND_SECONDS)
+
+    def _find_problem(self, status: ReplicaStatus, equal: Mapping[str, ReplicaStatus]) -> str:
+        if status.model != self._model:
+            return (
+                "a replica serves another model or tokenizer than this process and is not used; "
+                "make MODEL the same on all nodes"
+            )
+        if differences := self._equal.differences(status, equal.values()):
+            return f"a replica differs from the first one and is not used: {differences}"
+        return ""
 
     def _encode(self, make_command: Callable[[str], frames.Command]) -> bytes:
         return frames.encode(make_command(f"{self._prefix}-command-{next(self._ids)}"))

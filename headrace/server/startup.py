@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from headrace.checkpoint.fingerprint import fingerprint
+from headrace.checkpoint.fingerprint import fingerprint, weights_digest
 from headrace.config import EngineConfig
 from headrace.errors import HeadraceError
 from headrace.loader.load import open_model, open_prompt_reader
@@ -40,9 +40,10 @@ async def start_server(
         )
         prompt_reader.describes_tools = output_format.is_generic
         program = await asyncio.to_thread(trace_model, checkpoint.spec, checkpoint.tensors)
-        model_fingerprint = ""
+        model_fingerprint = weights = ""
         if settings.worker:
             model_fingerprint = await asyncio.to_thread(fingerprint, checkpoint, tokenizer)
+            weights = await asyncio.to_thread(weights_digest, checkpoint)
         del checkpoint  # closes its files
 
         await _wait_for_engine(starting, engine)
@@ -58,6 +59,7 @@ async def start_server(
             metrics=Metrics(lambda: engine.report.figures, lambda: engine.restarts),
             roofline=roofline,
             fingerprint=model_fingerprint,
+            weights_digest=weights,
         )
     finally:
         starting.cancel()

@@ -73,6 +73,7 @@ class ServerState:
         metrics: Metrics,
         roofline: StepRoofline,
         fingerprint: str = "",
+        weights_digest: str = "",
     ) -> None:
         self.settings = settings
         self.engine = engine
@@ -84,6 +85,8 @@ class ServerState:
         self.roofline = roofline
         self.fingerprint = fingerprint
         """See `headrace.checkpoint.fingerprint`."""
+        self.weights_digest = weights_digest
+        """See `headrace.quant.digest`."""
 
         self.control_tokens = {
             tokenizer.token_bytes(token).decode(errors="replace"): token

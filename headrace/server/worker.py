@@ -15,6 +15,8 @@ from headrace.server.http_exchange import HttpExchange
 from headrace.server.state import ServerState
 
 STATUS_SECONDS = 0.25
+_QUIET_SECONDS = 10.0
+"""Seconds without an event after which `Accepted` is sent again: proxies end silent responses."""
 _HEADERS = {
     "content-type": "application/octet-stream",
     "cache-control": "no-cache",
@@ -67,10 +69,11 @@ def _read(body: bytes) -> frames.Add:
 
 
 async def _frames(stream: Stream) -> AsyncGenerator[bytes]:
-    yield frames.encode(frames.Accepted(stream.id))
+    accepted = frames.encode(frames.Accepted(stream.id))
+    yield accepted
     try:
-        async for event in stream:
-            yield frames.encode(event)
+        async for event in stream.events(_QUIET_SECONDS):
+            yield accepted if event is None else frames.encode(event)
     except EngineError as error:
         yield frames.encode(frames.Refused(stream.id, "closed", str(error)))
 
@@ -94,4 +97,7 @@ def _status(state: ServerState) -> ReplicaStatus:
         restarts=engine.restarts,
         step_seconds=engine.step_seconds,
         model=state.fingerprint,
+        weights=state.weights_digest,
+        adapter_digests=dict(engine.adapter_digests),
+        is_full=state.num_sequences >= state.max_sequences,
     )

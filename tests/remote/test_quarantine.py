@@ -3,11 +3,14 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import pytest
 
 from headrace.remote import frames, quarantine
-from headrace.remote.errors import RefusedError
+from headrace.remote.errors import NotReadyError, RefusedError
 from headrace.remote.quarantine import Quarantine
+from headrace.request import RequestOptions
+from headrace.sampling_params import SamplingParams
 
 
 def request(number: int) -> frames.Add:
@@ -111,3 +114,23 @@ def test_suspicion_expires(monkeypatch: pytest.MonkeyPatch) -> None:
         await quarantine.enter(request(0))
 
     run(test)
+
+
+def test_wait_of_a_suspect_is_bounded() -> None:
+    async def test(quarantine: Quarantine) -> None:
+        quarantine.engine_ended(requests(range(2)))
+        assert await enters(quarantine, 0)
+        options = RequestOptions(timeout=0.01)
+        late = msgspec.structs.replace(request(1), options=options)
+        with pytest.raises(NotReadyError, match="had no turn before its timeout") as refused:
+            await quarantine.enter(late)
+        assert refused.value.state == "full"
+
+    run(test)
+
+
+def test_mark_of_a_frontend_is_the_identity() -> None:
+    marked = msgspec.structs.replace(request(0), mark=quarantine.request_key(request(0)))
+    seeded = msgspec.structs.replace(marked, params=SamplingParams(seed=5))
+    assert quarantine.request_key(seeded) == quarantine.request_key(request(0))
+    assert quarantine.request_key(request(1)) != quarantine.request_key(request(0))

@@ -103,6 +103,13 @@ class LocalReplicas:
     def replicas(self) -> Mapping[str, ReplicaStatus]:
         return {replica.boot_id: status_of(replica) for replica in self.alive}
 
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        return {}
+
+    async def changed(self) -> None:
+        await asyncio.sleep(_DELAY)
+
     async def start(self) -> None:
         return
 

@@ -3,22 +3,28 @@ each token once.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.engine.engine import Engine
+from headrace.errors import ReplicasFullError
 from headrace.outputs import Logprobs, RequestOutput
 from headrace.remote import frames
 from headrace.remote.errors import EngineDeadError, NotReadyError, RefusedError
+from headrace.remote.quarantine import request_key
 from headrace.remote.stream import Stream
-from headrace.request import PoolingParams
+from headrace.request import PoolingParams, RequestOptions
 from headrace.sampling.sampler import derive_seed
 from headrace.sampling_params import SamplingParams
+from headrace.scaleout.dispatcher import RequestEvent
 from headrace.scaleout.fleet import Fleet
 from tests.engine.test_resume import engine, requests, undisturbed
 from tests.scaleout.replicas import LocalReplicas, Replica
@@ -77,17 +83,20 @@ async def receive(stream: Stream) -> Received:
 
 
 def run(
-    test: Callable[[Fleet, LocalReplicas], Awaitable[None]], number: int = 2, **options: Any
+    test: Callable[[Fleet, Any], Awaitable[None]],
+    number: int = 2,
+    replicas: type[LocalReplicas] = LocalReplicas,
+    **options: Any,
 ) -> None:
     """Run a test with a fleet of `number` replicas."""
 
     async def main() -> None:
-        replicas = LocalReplicas(engine, number)
-        fleet = Fleet(replicas, **options)
+        dispatcher = replicas(engine, number)
+        fleet = Fleet(dispatcher, **options)
         await fleet.start()
         try:
             async with asyncio.timeout(60):
-                await test(fleet, replicas)
+                await test(fleet, dispatcher)
         finally:
             await fleet.close()
         assert not fleet._running
@@ -240,6 +249,7 @@ def test_requests_without_a_seed_sample_the_tokens_of_one_engine() -> None:
 def test_only_the_request_that_kills_replicas_is_refused() -> None:
     """All run on the same replica, so after two deaths all are suspects and run one at a time."""
     poison, plain = [9, 9, 9], SamplingParams(seed=2, max_tokens=90, ignore_eos=True)
+    unseeded = replace(plain, seed=None)
     (expected,) = run_all(undisturbed(), [([1, 2], plain)])
 
     async def test(fleet: Fleet, replicas: LocalReplicas) -> None:
@@ -252,7 +262,9 @@ def test_only_the_request_that_kills_replicas_is_refused() -> None:
                 replicas.kill(replica)
 
         replicas.on_event = on_event
-        submitted = [([1, 2], replace(plain, min_tokens=i)) for i in range(4)] + [(poison, plain)]
+        submitted = [([1, 2], replace(plain, min_tokens=i)) for i in range(4)] + [
+            (poison, unseeded)
+        ]
 
         async def submit(prompt: list[int], params: SamplingParams) -> Received:
             return await receive(await fleet.submit(add(prompt, params)))
@@ -266,7 +278,7 @@ def test_only_the_request_that_kills_replicas_is_refused() -> None:
         assert isinstance(results[4], RefusedError) and results[4].kind == "quarantined"
         assert deaths[0] == 3
         with pytest.raises(RefusedError, match="several engines ended"):
-            await fleet.submit(add(poison, plain))
+            await fleet.submit(add(poison, unseeded))
         assert deaths[0] == 3
 
     run(test, 1)
@@ -283,9 +295,9 @@ def test_requests_wait_for_a_replica_up_to_a_limit() -> None:
             replicas.kill(replica, replace=False)
         assert fleet.state == "stalled" and fleet.ready and fleet.info == info
         receiving = asyncio.ensure_future(receive(stream))
-        with pytest.raises(NotReadyError, match="no worker"):
+        with pytest.raises(NotReadyError, match="none is alive, and the request has waited"):
             await fleet.submit(add([1, 2], params))
-        with pytest.raises(NotReadyError, match="no worker"):
+        with pytest.raises(NotReadyError, match="none is alive, and the request has waited"):
             await receiving
         waiting = asyncio.ensure_future(fleet.submit(add([1, 2], params)))
         await asyncio.sleep(0.1)
@@ -351,3 +363,77 @@ def test_combined_info_report_and_blocks() -> None:
         assert len(block_map.groups) == 2 and block_map.block_size == 32
 
     run(test, 3)
+
+
+class FullReplicas(LocalReplicas):
+    """Replicas that run one request at a time, in total."""
+
+    def __init__(self, make: Callable[[], Engine], number: int) -> None:
+        super().__init__(make, number)
+        self.is_busy, self.num_tries, self.order = False, 0, list[str]()
+        self._freed = asyncio.Event()
+
+    async def changed(self) -> None:
+        await self._freed.wait()
+        self._freed.clear()
+
+    async def generate(self, request: frames.Add) -> AsyncGenerator[RequestEvent]:
+        self.num_tries += 1
+        if self.is_busy:
+            raise ReplicasFullError("the queues of all workers are full")
+        self.is_busy = True
+        self.order.append(request.id)
+        try:
+            async with aclosing(super().generate(request)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self.is_busy = False
+            self._freed.set()
+
+
+def test_full_replicas_serve_by_priority_and_arrival() -> None:
+    """A request is sent when its turn comes, not again and again."""
+    params = SamplingParams(seed=3, max_tokens=4, ignore_eos=True)
+    (expected,) = run_all(undisturbed(), [([1, 2], params)])
+
+    async def test(fleet: Fleet, replicas: FullReplicas) -> None:
+        async def submit(priority: int) -> Received:
+            options = RequestOptions(priority=priority)
+            request = msgspec.structs.replace(add([1, 2], params), options=options)
+            return await receive(await fleet.submit(request))
+
+        received = await asyncio.gather(*map(submit, [0, 0, 2, 0, -1, 0]))
+        for each in received:
+            each.assert_equals(expected)
+        assert replicas.order == ["0", "4", "1", "3", "5", "2"]
+        assert replicas.num_tries <= 2 * len(received)
+
+    run(test, 1, replicas=FullReplicas)
+
+
+def test_wait_for_full_replicas_says_so() -> None:
+    async def test(fleet: Fleet, replicas: FullReplicas) -> None:
+        replicas.is_busy = True
+        with pytest.raises(NotReadyError, match="are full, and the request has") as full:
+            await fleet.submit(add([1, 2]))
+        assert full.value.state == "full"
+
+    run(test, 1, replicas=FullReplicas, wait_seconds=0.05)
+
+
+def test_request_without_a_seed_is_known_when_it_comes_again() -> None:
+    """Whatever seed and time limit it gets here."""
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+
+    async def test(fleet: Fleet, replicas: LocalReplicas) -> None:
+        for timeout in (None, 30.0, 20.0):
+            options = RequestOptions(timeout=timeout)
+            request = msgspec.structs.replace(add([1, 2], params), options=options)
+            await receive(await fleet.submit(request))
+        marks = {request_key(request) for request in replicas.requests}
+        seeds = {request.params.seed for request in replicas.requests if request.params}
+        assert (len(marks), len(seeds), len(replicas.requests)) == (1, 3, 3)
+        assert request_key(add([1, 2], replace(params, seed=1))) not in marks
+
+    run(test)

@@ -298,15 +298,19 @@ class TestUnusableWorkers:
             and "serves another model or tokenizer: start it with the same MODEL" in message
         )
 
-    def test_worker_with_another_kv_dtype(self, model: str) -> None:
-        workers = [Running(model, *WORKER, *flags) for flags in ((), ("--kv-dtype", "f32"))]
+    def test_worker_with_another_kv_dtype_and_other_instructions(self, model: str) -> None:
+        env = {"HEADRACE_ISA": "portable"}
+        other = Running(model, *WORKER, "--kv-dtype", "f32", env=env)
+        workers = [Running(model, *WORKER), other]
         urls = ",".join(f"127.0.0.1:{worker.port}" for worker in workers)
         try:
             frontend = Running(model, "--workers", urls, command="route")
             try:
                 until(
                     lambda: any(
-                        "differs from the first worker" in line and "kv_dtype" in line
+                        "differs from the first worker" in line
+                        and "kv_dtype" in line
+                        and "'portable'" in line
                         for line in frontend.log
                     )
                 )
@@ -417,10 +421,20 @@ def test_adapters_are_loaded_on_all_workers_and_survive_a_loss(model: str, tmp_p
             == choices[2]
             != two.frontend.post("/v1/completions", body | {"model": "tiny.gguf"}).json["choices"]
         )
-        two.workers[0].stop(signal.SIGKILL)
+        killed, other = two.workers
+        killed.stop(signal.SIGKILL)
         assert two.frontend.post("/v1/completions", body).json["choices"] == choices[0]
-        assert two.frontend.post("/v1/unload_lora_adapter", {"lora_name": "one"}).status == 200
-        assert two.frontend.post("/v1/completions", body).status == 404
+        again = Running(model, *WORKER, "--allow-adapter-changes", "--port", str(killed.port))
+        try:
+            until(lambda: len(again.get("/v1/models").json["data"]) == 2)
+            other.stop(signal.SIGKILL)
+            assert two.frontend.post("/v1/completions", body).json["choices"] == choices[0]
+            unloaded = two.frontend.post("/v1/unload_lora_adapter", {"lora_name": "one"})
+            assert unloaded.status == 200
+            assert two.frontend.post("/v1/completions", body).status == 404
+            assert len(again.get("/v1/models").json["data"]) == 1
+        finally:
+            again.stop()
 
 
 def tokens_of(events: list[frames.Event]) -> list[int]:
