@@ -48,6 +48,10 @@ class StructuredOutputs:
     """Paths of the keywords that were dropped from `json`; set by the record."""
     field: str = ""
     """Name of the restricting field in errors; empty: the name of the field here."""
+    envelope: str = ""
+    """Lark grammar of the whole output, in which `@answer` is the restricted text; empty: that text
+    alone. The server sets it if reasoning may precede the text.
+    """
     tool_schemas: Sequence[tuple[str, str]] = ()
     """Schemas inside of `grammar`, with their fields, which errors name."""
 

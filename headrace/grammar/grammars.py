@@ -59,7 +59,8 @@ _STATE_BYTES_PER_BYTE = 40
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _SEARCH_SECONDS = 0.2
 """Time to find the wrong part of a schema, by compiling its parts."""
-_Key = tuple[str, str]
+_Key = tuple[str, str, str]
+"""Field, text and envelope."""
 
 
 class Vocabulary(Protocol):
@@ -87,7 +88,7 @@ class Grammars:
         with self._lock:
             uses_left, state = self._compiled.get(key, (0, None))
         if state is None or not uses_left:
-            uses_left, state = _MAX_USES, self._compile(*key, outputs)
+            uses_left, state = _MAX_USES, self._compile(key[0], key[1], outputs)
         with self._lock:
             self._compiled[key] = uses_left - 1, state
             self._compiled.move_to_end(key)
@@ -104,8 +105,10 @@ class Grammars:
                 self._tokens = _Tokens(self._vocabulary, self._vocab_size)
                 self._tokenizer = llguidance.LLTokenizer(self._tokens)
         grammar = _grammar(llguidance, outputs, name)
-        matcher, message = self._matcher(llguidance, grammar)
+        matcher, message = self._matcher(llguidance, _enclosed(grammar, outputs.envelope))
         if matcher is None:
+            if outputs.envelope:  # which the user has not written
+                _, message = self._matcher(llguidance, grammar)
             raise RequestError(self._reason(llguidance, outputs, name, message))
         state = _State(matcher, self._tokens)
         mask = np.zeros(mask_words(self._vocab_size), np.uint32)
@@ -145,6 +148,8 @@ class Grammars:
                 return f"{wrong} cannot be compiled: {_shortened(reason)}; change this schema"
         if outputs.tool_schemas:
             return f"{name} cannot be compiled together; send fewer tools, or simpler parameters"
+        if not message:
+            return f"{name} cannot be compiled with reasoning before it; simplify it"
         return f"{name} cannot be compiled: {_shortened(message)}"
 
     def _wrong_schema(
@@ -277,9 +282,9 @@ class _Tokens:
 
 def _key(outputs: StructuredOutputs) -> _Key:
     if outputs.choice is not None:
-        return "choice", json.dumps(outputs.choice)
+        return "choice", json.dumps(outputs.choice), outputs.envelope
     return next(
-        (name, str(text))
+        (name, str(text), outputs.envelope)
         for name in ("json", "regex", "grammar", "json_object")
         if (text := getattr(outputs, name))
     )
@@ -296,6 +301,16 @@ def _grammar(llguidance: ModuleType, outputs: StructuredOutputs, name: str) -> s
         return matcher.grammar_from_lark("start: " + " | ".join(choices))
     schema = '{"type": "object"}' if outputs.json is None else str(outputs.json)
     return matcher.grammar_from_json_schema(schema, defaults=_JSON)
+
+
+def _enclosed(grammar: str, envelope: str) -> str:
+    """The grammar of the whole output, of which `grammar` matches a part."""
+    if not envelope:
+        return grammar
+    is_list = grammar.lstrip().startswith("{")
+    grammars = json.loads(grammar)["grammars"] if is_list else [{"lark_grammar": grammar}]
+    answer = {**grammars[0], "name": "answer"}
+    return json.dumps({"grammars": [{"lark_grammar": envelope}, answer, *grammars[1:]]})
 
 
 def _lark(text: str, name: str) -> str:

@@ -20,7 +20,8 @@ from headrace.server.http_exchange import HttpExchange
 from headrace.server.openai_records import Thinking
 from headrace.server.output_parsers.deltas import Delta, Reasoning
 from headrace.server.output_parsers.parser import OutputParser
-from headrace.server.output_parsers.tool_grammar import tool_grammar
+from headrace.server.output_parsers.reasoning_formats import ReasoningState
+from headrace.server.output_parsers.tool_grammar import answer_envelope, tool_grammar
 from headrace.server.output_parsers.tools import Tool, ToolChoice, read_tool_choice, read_tools
 from headrace.server.response_format import errors_name
 from headrace.server.state import NO_TRUNCATION, ServerState, Truncation
@@ -134,11 +135,16 @@ async def generate(
 
     with state.admit(http, params.n):
         prompt_text, prompt = await _tokenize(state, conversation, choice, params.max_tokens)
-        if grammar := _tool_call_grammar(state, conversation, tools, choice, prompt_text):
+        reasoning = _reasoning_state(state, conversation, prompt_text)
+        # Tool calls that the request demands have the format of calls: no other restriction holds.
+        if grammar := _tool_call_grammar(state, conversation, tools, choice, reasoning):
             params = replace(params, structured_outputs=grammar)
+        elif params.structured_outputs is not None:
+            envelope = answer_envelope(output_format, reasoning, state.control_tokens)
+            restricted = replace(params.structured_outputs, envelope=envelope)
+            params = replace(params, structured_outputs=restricted)
         options = replace(conversation.options, adapter=adapter)
         async with state.submit(http, [prompt], params, options) as (stream,):
-            in_reasoning = output_format.starts_in_reasoning(prompt_text)
             end_tokens = () if params.skip_special_tokens else state.end_tokens
             yield Generation(
                 model=adapter or state.settings.model_name,
@@ -147,7 +153,7 @@ async def generate(
                 stream=stream,
                 parsers=[
                     output_format.parser(
-                        in_reasoning=in_reasoning,
+                        in_reasoning=reasoning == "begun",
                         tools=callable_tools,
                         end_tokens=end_tokens,
                         parallel=conversation.parallel_tool_calls,
@@ -241,12 +247,27 @@ def _offered(conversation: Conversation, choice: ToolChoice) -> Sequence[Mapping
     ]
 
 
+def _reasoning_state(
+    state: ServerState, conversation: Conversation, prompt_text: str
+) -> ReasoningState:
+    wanted = (conversation.chat_template_kwargs or {}).get("enable_thinking", conversation.thinking)
+    if conversation.reasoning_effort is not None:
+        wanted = conversation.reasoning_effort != "none"
+    continued = ""
+    if conversation.continue_final_message and conversation.messages:
+        content = conversation.messages[-1].get("content")
+        continued = content if isinstance(content, str) else ""
+    return state.output_format.reasoning_state(
+        prompt_text, may_reason=wanted is not False, continued=continued
+    )
+
+
 def _tool_call_grammar(
     state: ServerState,
     conversation: Conversation,
     tools: Sequence[Tool],
     choice: ToolChoice,
-    prompt_text: str,
+    reasoning: ReasoningState,
 ) -> StructuredOutputs | None:
     enforced, dropped = _enforceable_tools(state, conversation, tools, choice)
     grammar = tool_grammar(
@@ -254,17 +275,11 @@ def _tool_call_grammar(
         enforced,
         choice,
         parallel=conversation.parallel_tool_calls,
-        in_reasoning=state.output_format.starts_in_reasoning(prompt_text),
+        reasoning=reasoning,
         control_tokens=state.control_tokens,
     )
     if grammar is None:
         return None
-    if conversation.params.structured_outputs:
-        raise invalid(
-            "tool_choice demands tool calls, but the request also restricts the text; "
-            "leave one out",
-            "tool_choice",
-        )
     with errors_name("tools"):
         return StructuredOutputs(
             grammar=grammar,

@@ -274,12 +274,20 @@ class TestToolChoice:
             "completed",
         )
 
-    def test_tool_choice_with_response_format_is_refused(self, tools: Running) -> None:
-        reply = tools.post(
-            "/v1/chat/completions",
-            self.ASK | {"tool_choice": "required", "response_format": FORMAT},
+    @pytest.mark.parametrize("restriction", [{"response_format": FORMAT}, {"guided_regex": "a"}])
+    def test_demanded_calls_win_over_a_format(
+        self, tools: Running, restriction: dict[str, Any]
+    ) -> None:
+        """The format is that of message text, which the response has not."""
+        choice = {"type": "function", "function": {"name": "time"}}
+        body = self.ASK | {"tool_choice": choice}
+        plain, both = (
+            tools.post("/v1/chat/completions", body | more).json["choices"][0]
+            for more in ({}, restriction)
         )
-        assert (reply.status, reply.json["error"]["param"]) == (400, "tool_choice")
+        (call,), (expected,) = both["message"]["tool_calls"], plain["message"]["tool_calls"]
+        assert call["function"] == expected["function"]
+        assert both["finish_reason"] == "tool_calls" and both["message"]["content"] is None
 
 
 LOOSE: dict[str, Any] = {

@@ -14,6 +14,7 @@ from headrace.server.output_parsers.formats import (
 from headrace.server.output_parsers.output_reader import OutputReader
 from headrace.server.output_parsers.reasoning_formats import (
     ReasoningFormat,
+    ReasoningState,
     detect_reasoning_format,
     reasoning_format_by_name,
     split_reasoning,
@@ -72,9 +73,13 @@ class OutputFormat:
             return None
         return ThinkingBudget(max_tokens=max_tokens, begin=begin, end=end)
 
-    def starts_in_reasoning(self, prompt: str) -> bool:
-        reasoning_format = self.reasoning_format
-        return reasoning_format is not None and reasoning_format.starts_in_reasoning(prompt)
+    def reasoning_state(
+        self, prompt: str, *, may_reason: bool = True, continued: str = ""
+    ) -> ReasoningState:
+        """The state of reasoning at the end of a prompt (`ReasoningFormat.state`)."""
+        if self.reasoning_format is None:
+            return "possible" if may_reason else "closed"
+        return self.reasoning_format.state(prompt, may_reason=may_reason, continued=continued)
 
     def parser(
         self,

@@ -2,10 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from headrace.errors import RequestError
 from headrace.server.output_parsers.delta_writer import DeltaWriter
 from headrace.server.output_parsers.text_reader import Steps, TextReader
+
+ReasoningState = Literal["begun", "possible", "closed"]
+"""Whether the output begins inside of reasoning, may begin reasoning, or has none."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +25,16 @@ class ReasoningFormat:
         markers = (self.begin, self.end, self.rest_begin, self.rest_end)
         return tuple(filter(None, markers))
 
-    def starts_in_reasoning(self, prompt: str) -> bool:
-        return prompt.rstrip().endswith(self.begin)
+    def state(self, prompt: str, *, may_reason: bool = True, continued: str = "") -> ReasoningState:
+        """The state at the end of a prompt.
+
+        `continued` is the beginning of the response, if the prompt ends with one. Without
+        `may_reason` the request has turned reasoning off.
+        """
+        prompt = prompt.rstrip()
+        if prompt.endswith(self.begin) or continued.rfind(self.begin) > continued.rfind(self.end):
+            return "begun"
+        return "closed" if prompt.endswith(self.end) or not may_reason else "possible"
 
 
 # Detected in this order. A template must contain all markers of a format.

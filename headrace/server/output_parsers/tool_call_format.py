@@ -7,6 +7,7 @@ from headrace.server.output_parsers.delta_writer import random_id
 from headrace.server.output_parsers.fenced_calls import FENCE, read_fenced, read_whole_output
 from headrace.server.output_parsers.lark import LarkGrammar
 from headrace.server.output_parsers.output_reader import OutputReader
+from headrace.server.output_parsers.reasoning_formats import ReasoningState
 from headrace.server.output_parsers.text_reader import Steps
 from headrace.server.output_parsers.tools import Tool
 
@@ -27,6 +28,8 @@ class ToolCallFormat:
     bare: str = ""
     """First characters of calls without an opener. They must name a tool of the request."""
     new_id: Callable[[], str] = random_id
+    envelope: Callable[[LarkGrammar, str, ReasoningState], str] | None = None
+    """Matches a whole output with a restricted text, if the format has its own reasoning."""
     always: bool = False
     """Whether all outputs follow the format; then it also reads reasoning."""
     reasoning: tuple[str, str] | None = None

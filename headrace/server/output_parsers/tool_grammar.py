@@ -1,9 +1,13 @@
+"""Grammars of whole outputs: reasoning, then tool calls or a restricted answer."""
+
 from collections.abc import Mapping, Sequence
 
 from headrace.server.output_parsers.lark import LarkGrammar
 from headrace.server.output_parsers.parser import OutputFormat
-from headrace.server.output_parsers.reasoning_formats import ReasoningFormat
+from headrace.server.output_parsers.reasoning_formats import ReasoningFormat, ReasoningState
 from headrace.server.output_parsers.tools import Tool, ToolChoice
+
+_SPACE = r"/[ \t\r\n]{0,4}/"
 
 
 def tool_grammar(
@@ -12,7 +16,7 @@ def tool_grammar(
     choice: ToolChoice,
     *,
     parallel: bool = True,
-    in_reasoning: bool = False,
+    reasoning: ReasoningState = "possible",
     control_tokens: Mapping[str, int] | None = None,
 ) -> str | None:
     """Return a Lark grammar of reasoning and tool calls, or None if `choice` demands no calls."""
@@ -23,15 +27,38 @@ def tool_grammar(
         parallel = False
     lark = LarkGrammar(control_tokens or {})
     calls = output_format.tool_call_format.grammar(lark, tools, parallel)
-    return lark.render(f"{_reasoning(lark, output_format.reasoning_format, in_reasoning)} {calls}")
+    return lark.render(f"{_reasoning(lark, output_format.reasoning_format, reasoning)} {calls}")
+
+
+def answer_envelope(
+    output_format: OutputFormat, reasoning: ReasoningState, control_tokens: Mapping[str, int]
+) -> str:
+    """Return a Lark grammar of reasoning and the restricted text, which is `@answer` in it.
+
+    Empty if the output is the restricted text alone.
+    """
+    lark = LarkGrammar(control_tokens)
+    tool_call_format, reasoning_format = (
+        output_format.tool_call_format,
+        output_format.reasoning_format,
+    )
+    if tool_call_format and tool_call_format.envelope:
+        return lark.render(tool_call_format.envelope(lark, "@answer", reasoning))
+    if reasoning_format is None or (reasoning == "closed" and not reasoning_format.rest_begin):
+        return ""
+    answer = "@answer"
+    if reasoning_format.rest_begin:
+        begin, end = lark.text(reasoning_format.rest_begin), lark.text(reasoning_format.rest_end)
+        space = lark.rule(_SPACE)
+        answer = f"(@answer | {begin} {space} @answer {space} {end})"
+    return lark.render(f"{_reasoning(lark, reasoning_format, reasoning)} {answer}")
 
 
 def _reasoning(
-    lark: LarkGrammar, reasoning_format: ReasoningFormat | None, in_reasoning: bool
+    lark: LarkGrammar, reasoning_format: ReasoningFormat | None, state: ReasoningState
 ) -> str:
-    """Match reasoning, which is optional unless the prompt has started it."""
-    if reasoning_format is None:
+    """Match reasoning, which is optional if the prompt has neither started nor ended it."""
+    if reasoning_format is None or state == "closed":
         return ""
-    space = lark.rule(r"/[ \t\r\n]{0,4}/")
-    rest = f"{lark.up_to(reasoning_format.end)} {space}"
-    return rest if in_reasoning else f"({lark.text(reasoning_format.begin)} {rest})?"
+    rest = f"{lark.up_to(reasoning_format.end)} {lark.rule(_SPACE)}"
+    return rest if state == "begun" else f"({lark.text(reasoning_format.begin)} {rest})?"

@@ -2,6 +2,7 @@
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -186,20 +187,22 @@ class TestSpecialTokens:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "in_reasoning"),
+    ("prompt", "options", "state"),
     [
-        ("assistant\n<think>\n", True),
-        ("<think>", True),
-        ("<think>\n\n</think>\n\n", False),
-        ("Is <think> a word?", False),
-        ("", False),
+        ("assistant\n<think>\n", {}, "begun"),
+        ("<think>", {"may_reason": False}, "begun"),
+        ("<think>\n\n</think>\n\n", {}, "closed"),
+        ("Is <think> a word?", {}, "possible"),
+        ("", {}, "possible"),
+        ("", {"may_reason": False}, "closed"),
+        ("<think>Hm", {"continued": "<think>Hm"}, "begun"),
+        ("<think>Hm</think>{", {"continued": "<think>Hm</think>{"}, "possible"),
     ],
 )
-def test_prompt_that_ends_in_reasoning(prompt: str, in_reasoning: bool) -> None:
-    assert (
-        OutputFormat(None, REASONING_FORMATS["think"]).starts_in_reasoning(prompt) is in_reasoning
-    )
-    assert not OutputFormat().starts_in_reasoning(prompt)
+def test_reasoning_at_the_end_of_a_prompt(prompt: str, options: dict[str, Any], state: str) -> None:
+    output_format = OutputFormat(None, REASONING_FORMATS["think"])
+    assert output_format.reasoning_state(prompt, **options) == state
+    assert OutputFormat().reasoning_state(prompt) == "possible"
 
 
 def test_channels_without_tools_have_no_tool_calls() -> None:

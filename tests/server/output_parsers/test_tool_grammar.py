@@ -294,10 +294,15 @@ class TestReasoning:
     @pytest.mark.parametrize("control", [[], ["<think>", "</think>"]])
     def test_started_reasoning_must_end(self, control: list[str]) -> None:
         grammar = grammar_of(
-            "hermes", thinking="think", in_reasoning=True, control_tokens=Bytes(control).control
+            "hermes", thinking="think", reasoning="begun", control_tokens=Bytes(control).control
         )
         for text, result in (("Hm.</think>", "whole"), ("", "begun")):
             assert verdict(grammar, text + EXAMPLES["hermes"], control) == result
+
+    def test_ended_reasoning_does_not_begin_again(self) -> None:
+        grammar = grammar_of("hermes", thinking="think", reasoning="closed")
+        for text, result in (("<think>Hm.</think>", "refused"), ("", "whole")):
+            assert verdict(grammar, text + EXAMPLES["hermes"]) == result
 
     @pytest.mark.parametrize("name", REASONING_FORMATS)
     def test_every_reasoning_format(self, name: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from headrace.server.output_parsers.lark import LarkGrammar
 from headrace.server.output_parsers.output_reader import OutputReader
+from headrace.server.output_parsers.reasoning_formats import ReasoningState
 from headrace.server.output_parsers.text_reader import MalformedError, Steps
 from headrace.server.output_parsers.tool_call_format import ToolCallFormat
 from headrace.server.output_parsers.tools import Tool
@@ -82,8 +83,18 @@ def _read(reader: OutputReader, opener: str) -> Steps[None]:
     return (yield from _Messages(reader).read())
 
 
+def _reasoning(lark: LarkGrammar) -> str:
+    return f"{lark.text(_REASONING)} {lark.up_to(_ENDS[0])} {lark.text(_START + 'assistant')}"
+
+
+def _envelope(lark: LarkGrammar, answer: str, reasoning: ReasoningState) -> str:
+    before = "" if reasoning == "closed" else f"({_reasoning(lark)})?"
+    kind = f"({lark.text(' ' + _CONSTRAIN + 'json')} | {lark.text(_CONSTRAIN + 'json')})?"
+    return f"{before} {lark.text(_CHANNEL + 'final')} {kind} {lark.text(_MESSAGE)} {answer}"
+
+
 def _grammar(lark: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-    reasoning = f"{lark.text(_REASONING)} {lark.up_to(_ENDS[0])} {lark.text(_START + 'assistant')}"
+    reasoning = _reasoning(lark)
     heads = [
         f"{_CHANNEL}commentary {_FUNCTION}{tool.name} {_CONSTRAIN}json{_MESSAGE}" for tool in tools
     ]
@@ -100,6 +111,7 @@ FORMAT = ToolCallFormat(
     read=_read,
     grammar=_grammar,
     markers=(_START, _CONSTRAIN, _MESSAGE, *_ENDS),
+    envelope=_envelope,
     always=True,
     reasoning=(_REASONING, _ENDS[0]),
 )
