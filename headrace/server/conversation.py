@@ -215,20 +215,13 @@ async def _tokenize(
 
 
 def _render(state: ServerState, conversation: Conversation, choice: ToolChoice) -> TokenizedPrompt:
-    template_kwargs = dict(conversation.chat_template_kwargs or {})
-    effort = conversation.reasoning_effort
-    if effort is not None:
-        template_kwargs.setdefault("reasoning_effort", effort)
-        template_kwargs.setdefault("enable_thinking", effort != "none")
-    elif conversation.thinking and conversation.thinking.is_on is not None:
-        template_kwargs.setdefault("enable_thinking", conversation.thinking.is_on)
     return state.prompt_reader.read_chat(
         conversation.messages,
         tools=_offered(conversation, choice),
         documents=conversation.documents,
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=conversation.continue_final_message,
-        chat_template_kwargs=template_kwargs or None,
+        chat_template_kwargs=_template_kwargs(conversation) or None,
         chat_template=conversation.chat_template,
         sanitize_control_tokens=state.settings.sanitize_control_tokens,
         places=conversation.places,
@@ -247,12 +240,22 @@ def _offered(conversation: Conversation, choice: ToolChoice) -> Sequence[Mapping
     ]
 
 
+def _template_kwargs(conversation: Conversation) -> dict[str, Any]:
+    kwargs = dict(conversation.chat_template_kwargs or {})
+    effort = conversation.reasoning_effort
+    if effort is not None:
+        kwargs.setdefault("reasoning_effort", effort)
+        kwargs.setdefault("enable_thinking", effort != "none")
+    elif conversation.thinking and conversation.thinking.is_on is not None:
+        kwargs.setdefault("enable_thinking", conversation.thinking.is_on)
+    return kwargs
+
+
 def _reasoning_state(
     state: ServerState, conversation: Conversation, prompt_text: str
 ) -> ReasoningState:
-    wanted = (conversation.chat_template_kwargs or {}).get("enable_thinking", conversation.thinking)
-    if conversation.reasoning_effort is not None:
-        wanted = conversation.reasoning_effort != "none"
+    kwargs = _template_kwargs(conversation)
+    wanted = kwargs.get("enable_thinking", kwargs.get("thinking"))
     continued = ""
     if conversation.continue_final_message and conversation.messages:
         content = conversation.messages[-1].get("content")

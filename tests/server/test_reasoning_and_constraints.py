@@ -133,6 +133,13 @@ def test_reasoning_that_max_tokens_cuts(thinking: Thinking) -> None:
     assert thinking.chat(BEGUN, **CHAT[0], max_tokens=5) == ("Is it", None, "length")
 
 
+@pytest.mark.parametrize("which", [BEGUN, POSSIBLE])
+def test_a_budget_of_reasoning_leaves_the_restricted_text(thinking: Thinking, which: int) -> None:
+    reasoning, content, reason = thinking.chat(which, **CHAT[0], thinking_token_budget=2)
+    assert (reasoning, reason) == (EXPECTED[which][0][:2], "stop")
+    assert 0 <= json.loads(content or "")["n"] <= 9
+
+
 def test_a_continued_message_within_reasoning(thinking: Thinking) -> None:
     """The reasoning that the last message begins goes on."""
     begun = "<think>Let me see: "
