@@ -21,7 +21,7 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
 export HEADRACE_ISAS ?= native
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help run test test-api test-arm test-clients test-cuda test-page test-ray test-tokenizers test-triton soak soak-server soak-route soak-ranks cli fuzz gguf sanitize mutate lint format \
+.PHONY: help run test test-api test-arm test-clients test-dashboard test-cuda test-page test-ray test-tokenizers test-triton soak soak-server soak-route soak-ranks cli fuzz gguf sanitize mutate lint format \
 	bench bench-cuda cuda-bundle micro docs wheel clean
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo 'make test-api CASES=$(CASES) requests made of /openapi.json, by every field of every route; SEED=1: others'
 	@echo 'make test-arm the kernels compiled for aarch64, under qemu: Debian, with g++-aarch64-linux-gnu and qemu-user'
 	@echo 'make test-clients clients of others against running servers: openai, anthropic, litellm, langchain, llm'
+	@echo 'make test-dashboard each query of deploy/grafana.json against a running Prometheus: Debian'"'"'s package `prometheus`'
 	@echo 'make test-cuda the tests of the GPU backend on a GPU, and what it promises, tried in real dimensions: benchmarks/cuda/checks.py'
 	@echo 'make test-page the page of the server in headless Chromium, with pictures in $(PICTURES)'
 	@echo 'make test-ray replicas on Ray, and what deploy/ has: needs the extra test-ray, 800 MB in .venv'
@@ -71,6 +72,10 @@ test-arm: .venv/.test
 # Each client has a virtual environment of its own below .clients, made once.
 test-clients: .venv/.test
 	$(BIN)/python -m tests.clients
+
+# Needs Prometheus: HEADRACE_PROMETHEUS names another than that of the path.
+test-dashboard: .venv/.test
+	$(BIN)/python -m pytest tests/server/check_dashboard.py
 
 # Needs a browser: Debian's package is `chromium`; HEADRACE_BROWSER names another.
 test-page: .venv/.test

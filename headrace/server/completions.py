@@ -252,7 +252,7 @@ class _Response:
                     stop_reason=None,
                 )
             self._usage.completion += len(output.token_ids)
-            self._timers[number].add_tokens(len(output.token_ids))
+            self._timers[number].add_tokens(output.index, len(output.token_ids))
             yield number, output
 
     def _delta(self, index: int, output: frames.StepOutput, offsets: TextOffsets) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class Generation:
                 self.prompt_logprobs = event.prompt_logprobs
                 continue
             self.usage.completion += len(event.token_ids)
-            self.timer.add_tokens(len(event.token_ids))
+            self.timer.add_tokens(event.index, len(event.token_ids))
             if (item := interval.push(event.index, event)) is None:
                 continue
             parser, reason = self.parsers[item.index], finish_reason(item)

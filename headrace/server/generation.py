@@ -191,24 +191,20 @@ class RequestTimer:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._start = monotonic()
-        self._last_tokens: float | None = None
+        self._last_tokens: dict[int, float] = {}
         self.timing: dict[str, float] = {}
         """Seconds in the queue, in prefill and in decoding; set when the request ends."""
 
-    def add_tokens(self, count: int) -> None:
+    def add_tokens(self, index: int, count: int) -> None:
+        """Measure tokens of the sequence `index`, when they arrive."""
         now = monotonic()
-        if self._last_tokens is None:
+        if not self._last_tokens:
             self._metrics.observe_first_token(now - self._start)
-        elif count:
-            self._metrics.between_tokens.observe((now - self._last_tokens) / count)
-        self._last_tokens = now
+        if index in self._last_tokens and count:
+            self._metrics.observe_tokens(now - self._last_tokens[index], count)
+        self._last_tokens[index] = now
 
     def end(self, ended: frames.Ended) -> None:
         if ended.error:
-            self._metrics.requests.labels("error").inc()
             raise RefusedError(ended.error.kind, ended.error.message)
-        self._metrics.queue.observe(ended.queue)
-        self._metrics.prefill.observe(ended.prefill)
-        self._metrics.decode.observe(ended.decode)
-        self._metrics.requests.labels("completed").inc()
         self.timing = {"queue": ended.queue, "prefill": ended.prefill, "decode": ended.decode}

@@ -1,137 +1,295 @@
-"""Prometheus metrics, also under vLLM's names."""
+"""Prometheus metrics: each measurement under our name and under vLLM's.
+
+Ours have the labels `model_name` and `version`, vLLM's `model_name` and `engine`. The names of
+vLLM are those of its dashboards and autoscalers. Clients cannot choose the value of any label.
+"""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import version
 from time import time
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from headrace.remote.engine import RemoteEngine
+from headrace.remote.stream import Stream
 from headrace.server.request_record import CLIENT_LEFT, RequestRecord
 
-_SECONDS_BUCKETS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1,
-    2.5,
-    5,
-    10,
-    30,
-    60,
-    120,
+_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1, 2.5, 5, 10, 20, 40, 60, 120, 240, 480, 960),
 )
-
+_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _MAX_RECENT = 256
 
-# Figure of the engine's report: our name, vLLM's name or "".
+
+class _Name(NamedTuple):
+    ours: str
+    theirs: tuple[str, ...]
+    text: str
+
+
+# By figure of the engine's report.
 _GAUGES = {
-    "running": ("headrace_sequences_running", "vllm:num_requests_running"),
-    "waiting": ("headrace_sequences_waiting", "vllm:num_requests_waiting"),
-    "occupancy": ("headrace_kv_occupancy_ratio", "vllm:kv_cache_usage_perc"),
-    "blocks_total": ("headrace_kv_blocks", ""),
-    "blocks_free": ("headrace_kv_blocks_free", ""),
-    "kv_host_bytes": ("headrace_kv_host_bytes", ""),
-    "grammar_bytes": ("headrace_grammar_bytes", ""),
-    "tokens_per_second": ("headrace_tokens_per_second", ""),
+    "running": _Name(
+        "headrace_sequences_running", ("vllm:num_requests_running",), "Sequences with KV."
+    ),
+    "waiting": _Name(
+        "headrace_sequences_waiting",
+        ("vllm:num_requests_waiting",),
+        "Sequences that wait for their first step, or that were preempted.",
+    ),
+    "occupancy": _Name(
+        "headrace_kv_occupancy_ratio",
+        ("vllm:kv_cache_usage_perc",),
+        "Share of the KV memory that sequences hold, from 0 to 1.",
+    ),
+    "blocks_total": _Name("headrace_kv_blocks", (), "KV blocks."),
+    "blocks_free": _Name(
+        "headrace_kv_blocks_free", (), "KV blocks that no sequence holds, cached ones included."
+    ),
+    "kv_host_bytes": _Name(
+        "headrace_kv_host_bytes", (), "Bytes of host memory in use for offloaded KV."
+    ),
+    "grammar_bytes": _Name(
+        "headrace_grammar_bytes", (), "Estimated bytes of grammar states of structured outputs."
+    ),
+    "tokens_per_second": _Name(
+        "headrace_tokens_per_second", (), "Output tokens per second, in the last few seconds."
+    ),
+    "step_seconds": _Name("headrace_step_seconds", (), "Duration of the last step in seconds."),
 }
 _COUNTERS = {
-    "tokens": ("headrace_generated_tokens", "vllm:generation_tokens"),
-    "prompt_tokens": ("headrace_prompt_tokens", "vllm:prefix_cache_queries"),
-    "cached_tokens": ("headrace_cached_prompt_tokens", "vllm:prefix_cache_hits"),
-    "drafted": ("headrace_draft_tokens", "vllm:spec_decode_num_draft_tokens"),
-    "accepted": ("headrace_draft_tokens_accepted", "vllm:spec_decode_num_accepted_tokens"),
-    "preemptions": ("headrace_preemptions", "vllm:num_preemptions"),
-    "offloaded_blocks": ("headrace_kv_blocks_offloaded", ""),
-    "restored_blocks": ("headrace_kv_blocks_restored", ""),
-    "failed_steps": ("headrace_failed_steps", ""),
-    "steps": ("headrace_steps", ""),
-    "rows": ("headrace_step_rows", ""),
+    "tokens": _Name("headrace_generated_tokens", ("vllm:generation_tokens",), "Output tokens."),
+    "prompt_tokens": _Name(
+        "headrace_prompt_tokens",
+        ("vllm:prompt_tokens", "vllm:prefix_cache_queries"),
+        "Prompt tokens of admitted requests, cached ones included.",
+    ),
+    "cached_tokens": _Name(
+        "headrace_cached_prompt_tokens",
+        ("vllm:prefix_cache_hits",),
+        "Prompt tokens whose KV came from the prefix cache.",
+    ),
+    "draft_steps": _Name(
+        "headrace_draft_steps", ("vllm:spec_decode_num_drafts",), "Drafts in steps."
+    ),
+    "drafted": _Name(
+        "headrace_draft_tokens", ("vllm:spec_decode_num_draft_tokens",), "Draft tokens in steps."
+    ),
+    "accepted": _Name(
+        "headrace_draft_tokens_accepted",
+        ("vllm:spec_decode_num_accepted_tokens",),
+        "Accepted draft tokens.",
+    ),
+    "preemptions": _Name(
+        "headrace_preemptions",
+        ("vllm:num_preemptions",),
+        "Sequences that lost their KV to others, and were computed again.",
+    ),
+    "offloaded_blocks": _Name(
+        "headrace_kv_blocks_offloaded", (), "KV blocks copied to host memory."
+    ),
+    "restored_blocks": _Name(
+        "headrace_kv_blocks_restored", (), "KV blocks copied back from host memory."
+    ),
+    "failed_steps": _Name(
+        "headrace_failed_steps",
+        (),
+        "Steps that failed; the engine recomputed their requests, or ended one with an error.",
+    ),
+    "steps": _Name("headrace_steps", (), "Steps of the engine."),
+    "rows": _Name("headrace_step_rows", (), "Rows (tokens) of all steps."),
 }
+_HISTOGRAMS = {
+    "first_token": _Name(
+        "headrace_time_to_first_token_seconds",
+        ("vllm:time_to_first_token_seconds",),
+        "Seconds from the arrival of a request to its first token.",
+    ),
+    "between_tokens": _Name(
+        "headrace_inter_token_seconds",
+        ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
+        "Seconds between two tokens of a sequence.",
+    ),
+    "per_token": _Name(
+        "headrace_seconds_per_output_token",
+        ("vllm:request_time_per_output_token_seconds",),
+        "Mean seconds of a request between two tokens.",
+    ),
+    "latency": _Name(
+        "headrace_request_seconds",
+        ("vllm:e2e_request_latency_seconds",),
+        "Seconds from the arrival of a request to its end.",
+    ),
+    "queue": _Name(
+        "headrace_queue_seconds",
+        ("vllm:request_queue_time_seconds",),
+        "Seconds that a request waits for its first step.",
+    ),
+    "prefill": _Name(
+        "headrace_prefill_seconds",
+        ("vllm:request_prefill_time_seconds",),
+        "Seconds from the first step of a request to its first token.",
+    ),
+    "decode": _Name(
+        "headrace_decode_seconds",
+        ("vllm:request_decode_time_seconds",),
+        "Seconds from the first token of a request to its end.",
+    ),
+    "inference": _Name(
+        "headrace_inference_seconds",
+        ("vllm:request_inference_time_seconds",),
+        "Seconds from the first step of a request to its end.",
+    ),
+    "request_prompt": _Name(
+        "headrace_request_prompt_tokens",
+        ("vllm:request_prompt_tokens",),
+        "Prompt tokens of a request.",
+    ),
+    "request_output": _Name(
+        "headrace_request_output_tokens",
+        ("vllm:request_generation_tokens",),
+        "Output tokens of a request.",
+    ),
+}
+_TOKEN_HISTOGRAMS = ("request_prompt", "request_output")
+_ENDED = _Name(
+    "headrace_requests", (), "Ended requests: completed, aborted by the client, or failed."
+)
+_FINISHED = _Name(
+    "headrace_sequences_finished", ("vllm:request_success",), "Ended sequences by reason."
+)
+_ERRORS = _Name("headrace_error_responses", (), "Error responses by code.")
 
 
 class Metrics:
-    """The metrics of one server. Clients cannot choose the value of any label."""
+    """The metrics of one server."""
 
-    def __init__(self, report: Callable[[], dict[str, float]], restarts: Callable[[], int]) -> None:
+    def __init__(self, engine: RemoteEngine, model_name: str) -> None:
+        self._engine = engine
+        self._ours = {"model_name": model_name, "version": version("headrace")}
+        self._theirs = {"model_name": model_name, "engine": "0"}
         self._registry = CollectorRegistry()
-        self._report = report
-        self._restarts = restarts
-        registry = self._registry
-        self.requests = Counter(
-            "headrace_requests", "Ended requests by reason.", ["reason"], registry=registry
-        )
-        self.errors = Counter(
-            "headrace_error_responses",
-            "Error responses by code.",
-            ["code"],
-            registry=registry,
-        )
-        self.first_token = Histogram(
-            "headrace_time_to_first_token_seconds",
-            "Seconds from the arrival of a request to its first token.",
-            buckets=_SECONDS_BUCKETS,
-            registry=registry,
-        )
-        self.between_tokens = Histogram(
-            "headrace_inter_token_seconds",
-            "Seconds between two tokens of a sequence.",
-            buckets=_SECONDS_BUCKETS,
-            registry=registry,
-        )
-        self.queue = Histogram(
-            "headrace_queue_seconds",
-            "Seconds that a request waits for its first step.",
-            buckets=_SECONDS_BUCKETS,
-            registry=registry,
-        )
-        self.prefill = Histogram(
-            "headrace_prefill_seconds",
-            "Seconds from the first step of a request to its first token.",
-            buckets=_SECONDS_BUCKETS,
-            registry=registry,
-        )
-        self.decode = Histogram(
-            "headrace_decode_seconds",
-            "Seconds from the first token of a request to its end.",
-            buckets=_SECONDS_BUCKETS,
-            registry=registry,
-        )
+        self._registry.register(self)
+        self._histograms = {
+            name: Histogram(
+                name, "", buckets=_TOKENS if name in _TOKEN_HISTOGRAMS else _SECONDS, registry=None
+            )
+            for name in _HISTOGRAMS
+        }
+        self._ended = Counter("ended", "", ["reason"], registry=None)
+        self._finished = Counter("finished", "", ["finished_reason"], registry=None)
+        self._errors = Counter("errors", "", ["code"], registry=None)
+        for reason in ("completed", "aborted", "error"):
+            self._ended.labels(reason)
+        for reason in ("stop", "length", "abort", "error"):
+            self._finished.labels(reason)
         self.recent_first_tokens: deque[tuple[float, float]] = deque(maxlen=_MAX_RECENT)
         """Epoch seconds and time to first token in seconds, of the latest requests."""
-        registry.register(self)
 
     def request_ended(self, record: RequestRecord) -> None:
         if record.error and 400 <= record.status != CLIENT_LEFT:
-            self.errors.labels(record.error).inc()
+            self._errors.labels(record.error).inc()
 
     def observe_first_token(self, seconds: float) -> None:
-        self.first_token.observe(seconds)
+        self._observe("first_token", seconds)
         self.recent_first_tokens.append((time(), seconds))
 
+    def observe_tokens(self, seconds: float, count: int) -> None:
+        """Count tokens that arrived together, `seconds` after the last ones of their sequence."""
+        for _ in range(count):
+            self._observe("between_tokens", seconds / count)
+
+    def stream_ended(self, stream: Stream, seconds: float) -> None:
+        """Count a request to the engine that took `seconds`."""
+        ended, num_tokens = stream.ended, stream.output_tokens
+        if ended is None or ended.error:
+            reason = "error" if stream.error else "abort"
+            self._ended.labels("error" if stream.error else "aborted").inc()
+            self._finished.labels(reason).inc()
+            return
+        self._ended.labels("completed").inc()
+        for reason in stream.finish_reasons or ["stop"]:
+            self._finished.labels(reason).inc()
+        self._observe("latency", seconds)
+        self._observe("queue", ended.queue)
+        self._observe("prefill", ended.prefill)
+        self._observe("decode", ended.decode)
+        self._observe("inference", ended.prefill + ended.decode)
+        self._observe("request_prompt", ended.prompt_tokens)
+        self._observe("request_output", num_tokens)
+        per_sequence = num_tokens / max(1, len(stream.finish_reasons))
+        if per_sequence > 1:
+            self._observe("per_token", ended.decode / (per_sequence - 1))
+
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
+
     def collect(self) -> Iterable[Metric]:
-        figures = self._report()
-        for name, (ours, theirs) in _GAUGES.items():
-            for metric in filter(None, (ours, theirs)):
-                yield GaugeMetricFamily(
-                    metric, f"Figure `{name}` of the engine.", value=figures.get(name, 0.0)
-                )
-        for name, (ours, theirs) in _COUNTERS.items():
-            for metric in filter(None, (ours, theirs)):
-                yield CounterMetricFamily(
-                    metric, f"Figure `{name}` of the engine.", value=figures.get(name, 0.0)
-                )
-        yield CounterMetricFamily(
-            "headrace_engine_restarts",
-            "Restarts of the engine.",
-            value=self._restarts(),
+        report = self._engine.report
+        figures = {"draft_steps": sum(counts[0] for counts in report.drafts.values())}
+        figures |= report.figures
+        for figure, name in _GAUGES.items():
+            for metric, labels in self._names(name):
+                gauge = GaugeMetricFamily(metric, name.text, labels=list(labels))
+                gauge.add_metric(list(labels.values()), figures.get(figure, 0.0))
+                yield gauge
+        for figure, name in _COUNTERS.items():
+            for metric, labels in self._names(name):
+                counter = CounterMetricFamily(metric, name.text, labels=list(labels))
+                counter.add_metric(list(labels.values()), figures.get(figure, 0.0))
+                yield counter
+        for key, name in _HISTOGRAMS.items():
+            yield from self._renamed(self._histograms[key], name, "histogram")
+        for counts, name in (
+            (self._ended, _ENDED),
+            (self._finished, _FINISHED),
+            (self._errors, _ERRORS),
+        ):
+            yield from self._renamed(counts, name, "counter")
+        restarts = CounterMetricFamily(
+            "headrace_engine_restarts", "Restarts of the engine.", labels=list(self._ours)
         )
+        restarts.add_metric(list(self._ours.values()), self._engine.restarts)
+        yield restarts
+        yield from self._cache_config()
+
+    def _names(self, name: _Name) -> Iterator[tuple[str, Mapping[str, str]]]:
+        yield name.ours, self._ours
+        for theirs in name.theirs:
+            yield theirs, self._theirs
+
+    def _renamed(self, source: Counter | Histogram, name: _Name, kind: str) -> Iterator[Metric]:
+        (collected,) = source.collect()
+        for metric_name, labels in self._names(name):
+            metric = Metric(metric_name, name.text, kind)
+            for sample in collected.samples:
+                suffix = sample.name.removeprefix(collected.name)
+                if suffix != "_created":
+                    metric.add_sample(
+                        metric_name + suffix, {**sample.labels, **labels}, sample.value
+                    )
+            yield metric
+
+    def _cache_config(self) -> Iterator[Metric]:
+        info = self._engine.info
+        if info is None:
+            return
+        labels = {
+            **self._theirs,
+            "block_size": str(info.block_size),
+            "num_gpu_blocks": str(info.kv_tokens // info.block_size),
+            "cache_dtype": info.kv_dtype,
+            "enable_prefix_caching": "True",
+        }
+        config = GaugeMetricFamily(
+            "vllm:cache_config_info", "Configuration of the KV cache.", labels=list(labels)
+        )
+        config.add_metric(list(labels.values()), 1.0)
+        yield config
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -1,8 +1,10 @@
 """Loads the tokenizer and prompt templates while the engine starts."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from time import monotonic
 
 from headrace.checkpoint.fingerprint import fingerprint, weights_digest
 from headrace.config import EngineConfig
@@ -17,6 +19,10 @@ from headrace.server.output_parsers.parser import OutputFormat
 from headrace.server.settings import Settings
 from headrace.server.state import ServerState
 from headrace.server.step_roofline import StepRoofline
+
+_NEWS_SECONDS = 30.0
+
+_log = logging.getLogger("headrace.server")
 
 
 @asynccontextmanager
@@ -56,7 +62,7 @@ async def start_server(
             tokenizer=tokenizer,
             advised_sampling=advised,
             output_format=output_format,
-            metrics=Metrics(lambda: engine.report.figures, lambda: engine.restarts),
+            metrics=Metrics(engine, settings.model_name),
             roofline=roofline,
             fingerprint=model_fingerprint,
             weights_digest=weights,
@@ -71,7 +77,10 @@ async def start_server(
 
 
 async def _wait_for_engine(starting: asyncio.Future[None], engine: RemoteEngine) -> None:
+    begun = monotonic()
     try:
+        while not (await asyncio.wait([starting], timeout=_NEWS_SECONDS))[0]:
+            _log.info("still loading after %.0f s", monotonic() - begun)
         await starting
     except EngineDeadError as error:
         raise EngineStartError(str(error), engine.exit_code) from None

@@ -235,7 +235,7 @@ class ServerState:
         if params and params.structured_outputs and params.structured_outputs.dropped:
             http.response_headers[DROPPED_HEADER] = shown_paths(params.structured_outputs.dropped)
         streams: list[Stream] = []
-        record = http.record
+        record, begun = http.record, time.monotonic()
         record.model = options.adapter or self.settings.model_name
         record.prompt_tokens = sum(map(len, prompts))
         try:
@@ -252,6 +252,7 @@ class ServerState:
             for stream in streams:
                 stream.close()
                 record.add_stream(stream)
+                self.metrics.stream_ended(stream, time.monotonic() - begun)
 
 
 async def merge_streams(

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from time import monotonic
 
 import msgspec
 
@@ -37,6 +38,7 @@ async def generate(http: HttpExchange, state: ServerState) -> None:
         timeout = min(timeout, request.options.timeout)
     options = replace(request.options, timeout=timeout)
 
+    begun = monotonic()
     with state.admit(http, (params.beam_width or params.n) if params else 1):
         submission = state.engine.submit(msgspec.structs.replace(request, options=options))
         try:
@@ -51,6 +53,7 @@ async def generate(http: HttpExchange, state: ServerState) -> None:
         finally:
             stream.close()
             http.record.add_stream(stream)
+            state.metrics.stream_ended(stream, monotonic() - begun)
 
 
 async def status(http: HttpExchange, state: ServerState) -> None:

@@ -80,10 +80,8 @@ def errors(url: str, code: str) -> int:
     )
     with urllib.request.urlopen(request, timeout=SECONDS) as response:
         lines = response.read().decode().splitlines()
-    wanted = f'headrace_error_responses_total{{code="{code}"}} '
-    return next(
-        (int(float(line.removeprefix(wanted))) for line in lines if line.startswith(wanted)), 0
-    )
+    wanted = f'headrace_error_responses_total{{code="{code}",'
+    return next((int(float(line.split()[-1])) for line in lines if line.startswith(wanted)), 0)
 
 
 @contextmanager

@@ -47,7 +47,9 @@ class Running:
         env: dict[str, str] | None = None,
         program: str = "headrace",
         command: str = "serve",
+        waits: bool = True,
     ) -> None:
+        """`waits`: for the model; otherwise the server may still load it."""
         words = [sys.executable, "-m", program, command, model, "--port", "0", *flags]
         self.process = subprocess.Popen(
             words, stderr=subprocess.PIPE, text=True, env=os.environ | (env or {})
@@ -55,19 +57,23 @@ class Running:
         self.log: list[str] = []
         self.port = 0
         self.ready = threading.Event()
+        self._listens = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        assert self.ready.wait(SECONDS) and self.port, "".join(self.log)
+        awaited = self.ready if waits else self._listens
+        assert awaited.wait(SECONDS) and self.port, "".join(self.log)
 
     def _read(self) -> None:
         assert self.process.stderr
         for line in self.process.stderr:
             self.log.append(line)
-            if found := re.match(r"address +http://\S+:(\d+)/v1", line):
-                self.port = int(found[1])
+            if found := re.search(r"^address +http://\S+:(\d+)/v1|port (\d+) responds", line):
+                self.port = int(found[1] or found[2])
+                self._listens.set()
             if line.startswith("try "):
                 self.ready.set()
         self.ready.set()
+        self._listens.set()
 
     @property
     def engine_pid(self) -> int:
@@ -116,13 +122,12 @@ class Running:
         return connection
 
     def figures(self) -> dict[str, float]:
-        """Return the metrics that have no labels."""
-        lines = [
-            line
-            for line in self.get("/metrics").body.decode().splitlines()
-            if not line.startswith("#") and "{" not in line
-        ]
-        return {name: float(value) for name, value in (line.split() for line in lines)}
+        """Return our metrics that have no labels but those of the server."""
+        text = self.get("/metrics").body.decode()
+        found = re.findall(
+            r'^(headrace_\w+){model_name=".*",version="[^"]*"} (\S+)$', text, re.MULTILINE
+        )
+        return {name: float(value) for name, value in found}
 
     def at_rest(self) -> bool:
         """Whether the engine is idle and all blocks are free."""
