@@ -15,6 +15,8 @@ DEFAULT_MODEL = "smollm2"
 METHODS = ("rtn", "imatrix", "gptq", "awq", "smoothquant")
 """The methods of `convert/methods.py`, whose import is slow."""
 MAX_TOKENS = 2**20
+MAX_COUNT = 2**20
+MAX_SECONDS = 10**7
 _MAX_DIGITS = 40
 
 Arguments = argparse._ActionsContainer
@@ -234,6 +236,21 @@ def whole_number(minimum: int, maximum: int) -> Callable[[str], int]:
         message = f"{text[:_MAX_DIGITS]!r} is not a whole number from {minimum:,} to {maximum:,}"
         (number,) = _parse([text], message, minimum, maximum)
         return number
+
+    return parse
+
+
+def number(minimum: float, maximum: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not minimum <= value <= maximum:
+            raise argparse.ArgumentTypeError(
+                f"{text[:_MAX_DIGITS]!r} is not a number from {minimum:g} to {maximum:,.0f}"
+            )
+        return value
 
     return parse
 

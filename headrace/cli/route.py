@@ -9,6 +9,7 @@ but it needs the files of the model. Workers may join and leave.
 import argparse
 import os
 
+from headrace.cli.arguments import MAX_SECONDS, number, whole_number
 from headrace.cli.server_arguments import add_server, announce, check_installed, settings_of
 
 EXAMPLES = """\
@@ -34,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     limits.add_argument(
         "--max-model-len",
-        type=int,
+        type=whole_number(0, 2**31 - 1),
         default=0,
         metavar="N",
         help="maximum length of a sequence, in tokens; must match the workers; 0: the model's "
@@ -42,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     limits.add_argument(
         "--worker-wait",
-        type=float,
+        type=number(0, MAX_SECONDS),
         default=30.0,
         metavar="S",
         help="maximum seconds that a request waits for a worker",

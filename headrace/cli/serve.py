@@ -10,6 +10,8 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from headrace.cli.arguments import (
+    MAX_COUNT,
+    MAX_SECONDS,
     PARALLEL,
     ROPE,
     Arguments,
@@ -19,6 +21,8 @@ from headrace.cli.arguments import (
     add_parallel,
     add_rope,
     add_threads,
+    number,
+    whole_number,
 )
 from headrace.cli.server_arguments import add_server, announce, check_installed, settings_of
 from headrace.config import EngineConfig
@@ -58,14 +62,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     limits = add_server(parser)
     limits.add_argument(
         "--queue-timeout",
-        type=float,
+        type=number(0, MAX_SECONDS),
         default=_DEFAULTS["queue_timeout"],
         metavar="S",
         help="maximum seconds that a request waits for its first step; 0: no limit",
     )
     limits.add_argument(
         "--stall-seconds",
-        type=float,
+        type=number(0.1, MAX_SECONDS),
         default=60.0,
         metavar="S",
         help="maximum seconds of a step, after which the engine is restarted",
@@ -130,28 +134,28 @@ def _add_engine_option(group: Arguments, name: str, metavar: str, kind: type, te
 def _add_replicas(group: Arguments) -> None:
     group.add_argument(
         "--replicas",
-        type=int,
+        type=whole_number(0, MAX_COUNT),
         default=0,
         metavar="N",
         help="number of engines, each in a process; 0: one engine without Ray",
     )
     group.add_argument(
         "--max-replicas",
-        type=int,
+        type=whole_number(0, MAX_COUNT),
         default=0,
         metavar="N",
         help="maximum engines under load; 0: the same as --replicas",
     )
     group.add_argument(
         "--scale-up-seconds",
-        type=float,
+        type=number(0, MAX_SECONDS),
         default=10.0,
         metavar="S",
         help="seconds of sustained overload before a replica is added",
     )
     group.add_argument(
         "--scale-down-seconds",
-        type=float,
+        type=number(0, MAX_SECONDS),
         default=120.0,
         metavar="S",
         help="seconds of sustained spare capacity before a replica is removed",
@@ -187,10 +191,10 @@ def _serve(args: argparse.Namespace, started: "StartedEngine") -> int:
 def _serve_replicas(args: argparse.Namespace) -> int:
     min_replicas = max(1, args.replicas)
     max_replicas = max(min_replicas, args.max_replicas)
-    if min(args.replicas, args.max_replicas) < 0 or 0 < args.max_replicas < min_replicas:
+    if 0 < args.max_replicas < min_replicas:
         raise RequestError(
-            f"--max-replicas {args.max_replicas} is below --replicas {args.replicas} or negative; "
-            "use a larger number, or 0"
+            f"--max-replicas {args.max_replicas} is below --replicas {args.replicas}; use a larger "
+            "number, or 0"
         )
     if args.worker:
         raise RequestError(

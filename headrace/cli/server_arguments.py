@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING
 
 from headrace.backend_traits import traits_of
 from headrace.cli.arguments import (
+    MAX_COUNT,
+    MAX_SECONDS,
     Arguments,
     add_model,
     add_sanitize_control_tokens,
     add_seed,
     add_strict_schemas,
+    number,
+    whole_number,
 )
 from headrace.errors import RequestError
 
@@ -42,7 +46,11 @@ def _add_network(group: Arguments) -> None:
         help="address to listen on; any other than this machine needs an --api-key",
     )
     group.add_argument(
-        "--port", type=int, default=8000, metavar="N", help="port to listen on; 0: any free port"
+        "--port",
+        type=whole_number(0, 65535),
+        default=8000,
+        metavar="N",
+        help="port to listen on; 0: any free port",
     )
     group.add_argument(
         "--api-key",
@@ -50,6 +58,12 @@ def _add_network(group: Arguments) -> None:
         default=[],
         metavar="KEY",
         help="key that requests must send; may be repeated; HEADRACE_API_KEY adds one",
+    )
+    group.add_argument(
+        "--allowed-origins",
+        default="",
+        metavar="ORIGIN,...",
+        help="origins whose web pages may use the server, or *; also as JSON (default: none)",
     )
 
 
@@ -85,14 +99,14 @@ def _add_model_options(group: Arguments) -> None:
 def _add_limits(group: Arguments) -> None:
     group.add_argument(
         "--max-waiting",
-        type=int,
+        type=whole_number(0, MAX_COUNT),
         default=256,
         metavar="N",
         help="maximum waiting sequences; further requests get status 503",
     )
     group.add_argument(
         "--max-per-key",
-        type=int,
+        type=whole_number(0, MAX_COUNT),
         default=0,
         metavar="N",
         help="maximum concurrent requests of one API key; 0: no limit",
@@ -104,7 +118,9 @@ def _add_limits(group: Arguments) -> None:
         "--drain-seconds": (30.0, "maximum seconds for open requests when the server ends"),
     }
     for flag, (default, text) in seconds.items():
-        group.add_argument(flag, type=float, default=default, metavar="S", help=text)
+        group.add_argument(
+            flag, type=number(0, MAX_SECONDS), default=default, metavar="S", help=text
+        )
 
 
 def _add_logging(group: Arguments) -> None:
@@ -123,6 +139,7 @@ def settings_of(
     args: argparse.Namespace, *, stall_seconds: float = 60.0, worker: bool = False
 ) -> "Settings":
     """Also starts the log on stderr."""
+    from headrace.server.cors import read_origins
     from headrace.server.serving import stderr_log
     from headrace.server.settings import Settings
 
@@ -132,6 +149,7 @@ def settings_of(
         host=args.host,
         port=args.port,
         api_keys=tuple(key for key in keys if key),
+        allowed_origins=read_origins(args.allowed_origins) if args.allowed_origins else (),
         model_name=args.model_name or model_name(args.model),
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,

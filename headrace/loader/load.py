@@ -109,6 +109,8 @@ def load_engine(
 
     mesh = mesh_of(config)
     threads = threads_per_rank(config, mesh)
+    weights = f"{program.weight_bytes / 1e6:,.0f} MB of weights"
+    _log.info("packing %s for %s", weights, config.backend)
     if mesh.ranks > 1:
         ranks = compile_ranks(model, config, mesh, checkpoint, program, kv, launcher)
         draft_models = compile_draft_models(config, drafts, checkpoint, ranks, draft_kv)

@@ -19,12 +19,9 @@ from headrace.remote.heartbeat import Heartbeat, cpu_ticks
 from headrace.remote.quarantine import Quarantine
 from headrace.remote.start import StartedEngine, start_engine
 from headrace.remote.stream import Stream
+from headrace.remote.watch import EngineWatch
 from headrace.sampling.sampler import derive_seed
 
-_STALE_SECONDS = 2.0
-"""Heartbeat age of a stalled engine that used no CPU time."""
-_STOPPED_SECONDS = 5.0
-_LOAD_SECONDS = 1800.0
 _WATCH_SECONDS = 0.25
 _POLL_SECONDS = 0.01
 _GRACE_SECONDS = 3.0
@@ -216,6 +213,8 @@ class EngineClient:
                 match event:
                     case frames.Report():
                         self.report = event
+                    case frames.Log(level, message):
+                        log.log(level, message)
                     case frames.EngineInfo():
                         self.info, self.adapter_digests = event, dict(event.adapters)
                         self._set_state("ready")
@@ -246,32 +245,23 @@ class EngineClient:
 
     async def _watch(self, heartbeat: Heartbeat) -> None:
         """Set the state by the heartbeat, and kill an engine that stops or hangs."""
-        process, ticks = self._process, None
+        process, watch = self._process, EngineWatch(self._stall_seconds)
         assert process
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
-            pulse, is_loading = heartbeat.read(), self.state == "loading"
-            if pulse.age <= _STALE_SECONDS:
-                ticks = cpu_ticks(process.pid)
-
-            stalled_seconds = max(pulse.age, pulse.step)
-            max_seconds = _LOAD_SECONDS if is_loading else self._stall_seconds
-            uses_no_cpu = pulse.age > _STALE_SECONDS and cpu_ticks(process.pid) == ticks
-            is_stopped = not is_loading and uses_no_cpu and pulse.age > _STOPPED_SECONDS
-            if stalled_seconds > max_seconds or is_stopped:
-                self._reason = f"no progress for {stalled_seconds:.0f} s"
+            verdict = watch.judge(
+                heartbeat.read(), cpu_ticks(process.pid), is_loading=self.state == "loading"
+            )
+            if verdict.state == "hangs":
+                self._reason = f"no progress for {verdict.seconds:.0f} s"
                 process.send_signal(signal.SIGUSR1)  # prints its stacks to stderr
                 await asyncio.sleep(_WATCH_SECONDS)
                 process.kill()
                 return
-            if is_loading:
-                continue
-
-            is_stale = uses_no_cpu or pulse.age > _STOPPED_SECONDS
-            if is_stale and self.state == "ready":
-                log.error("the engine sent no heartbeat for %.1f s", pulse.age)
+            if verdict.state == "stalls" and self.state == "ready":
+                log.error("the engine sent no heartbeat for %.1f s", verdict.seconds)
                 self._set_state("stalled", "the engine does not respond")
-            elif not is_stale and self.state == "stalled":
+            elif verdict.state == "works" and self.state == "stalled":
                 self._set_state("ready")
 
     async def _end_process(self) -> int:

@@ -103,6 +103,13 @@ class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only
     """Digests of the adapters of `Setup`, by name."""
 
 
+class Log(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """A line for the log, while the engine loads."""
+
+    level: int
+    message: str
+
+
 class Accepted(msgspec.Struct, array_like=True, tag=True, frozen=True):
     id: str
     digest: str = ""
@@ -179,7 +186,7 @@ class Blocks(msgspec.Struct, array_like=True, tag=True, frozen=True):
     groups: list[GroupBlocks]
 
 
-Event = EngineInfo | Accepted | Refused | StepOutput | Ended | Report | Blocks
+Event = EngineInfo | Log | Accepted | Refused | StepOutput | Ended | Report | Blocks
 Reply = Accepted | Blocks
 
 _encoder = msgspec.msgpack.Encoder()

@@ -7,12 +7,13 @@ import atexit
 import ctypes
 import faulthandler
 import gc
+import logging
 import os
 import signal
 import socket
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from threading import Event as Flag
 from threading import Thread
 
@@ -96,6 +97,28 @@ def _read_bodies(connection: socket.socket) -> Iterator[bytes]:
         yield from frames.bodies(buffer)
 
 
+class _LogHandler(logging.Handler):
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__()
+        self._connection = connection
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):  # the client has ended
+            self._connection.sendall(frames.encode(frames.Log(record.levelno, record.getMessage())))
+
+
+@contextmanager
+def _loader_log(connection: socket.socket) -> Iterator[None]:
+    """Send the loader's log to the client."""
+    log, handler = logging.getLogger("headrace.loader"), _LogHandler(connection)
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+
+
 def main(*arguments: str) -> None:
     """Serve until the parent ends; its error is the only event of a failed load."""
     socket_fd, heartbeat_fd, parent = map(int, arguments)
@@ -115,7 +138,8 @@ def main(*arguments: str) -> None:
     if setup is None:  # the client has closed the connection
         return
     try:
-        opened = open_engine(setup)
+        with _loader_log(connection):
+            opened = open_engine(setup)
     except HeadraceError as error:
         # A client that has met the same error may have closed the connection.
         with suppress(OSError):
@@ -123,12 +147,13 @@ def main(*arguments: str) -> None:
         sys.exit(error.exit_code)
 
     gc.freeze()
-    if opened.engine.config.traits.on_gpu:
-        # Objects of torch and Triton would count as leaks of the native module at exit.
-        atexit.register(gc.unfreeze)
+    # Frozen objects would count as leaks of the native module at exit.
+    atexit.register(gc.unfreeze)
     outbox = Outbox()
     host = EngineHost(opened, outbox.put)
-    with suppress(BrokenPipeError):  # the client has ended
+    with suppress(BrokenPipeError), closing(host):  # a client that has ended breaks the pipe
+        # The client watches the heartbeat from here on; the last one is older than the load.
+        heartbeat.beat(None)
         connection.sendall(frames.encode(host.info))
         EngineServer(host, outbox, connection, incoming, heartbeat).serve()
 

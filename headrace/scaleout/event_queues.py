@@ -51,7 +51,7 @@ class EventQueues:
         with suppress(Empty):
             while True:
                 event = self._arrived.get_nowait()
-                if isinstance(event, frames.EngineInfo | frames.Report):
+                if isinstance(event, frames.EngineInfo | frames.Log | frames.Report):
                     continue
                 if queue := self._queues.get(event.id):
                     queue.events.append(event)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from headrace.remote.errors import NotReadyError
 from headrace.server import (
     adapters,
     anthropic_records,
@@ -27,7 +28,10 @@ from headrace.server import openai_records as records
 from headrace.server.asgi_app import AsgiApp
 from headrace.server.http_exchange import Handler, HttpExchange
 from headrace.server.request_record import Observer
+from headrace.server.settings import Settings
 from headrace.server.state import ServerState
+
+_StatelessHandler = Callable[[HttpExchange, object], Awaitable[None]]
 
 
 class Route(NamedTuple):
@@ -38,7 +42,7 @@ class Route(NamedTuple):
     """Type of the JSON body; None if the route takes none."""
 
 
-async def openapi(http: HttpExchange, state: ServerState) -> None:
+async def openapi(http: HttpExchange, state: object) -> None:
     await http.respond(openapi_document())
 
 
@@ -73,6 +77,14 @@ WORKER_ROUTES = {
     "/worker/status": Route("GET", worker.status),
 }
 """Routes for a worker's frontend, absent from OpenAPI."""
+_WHILE_LOADING: dict[str, _StatelessHandler] = {
+    "/health": health.not_ready_while_loading,
+    "/health/live": health.live_while_loading,
+    "/health/ready": health.not_ready_while_loading,
+    "/version": health.server_version,
+    "/openapi.json": openapi,
+    **dict.fromkeys(web_page.FILES, web_page.page_file),
+}
 _MODEL_PREFIX = "/v1/models/"
 _MODEL_ROUTE = Route("GET", health.model)
 
@@ -89,6 +101,25 @@ def make_app(state: ServerState, observers: Iterable[Observer] = ()) -> AsgiApp:
         state.settings,
         (state.metrics.request_ended, *observers),
     )
+
+
+def make_loading_app(settings: Settings, observers: Iterable[Observer] = ()) -> AsgiApp:
+    """Make the app for the time until the model is loaded: most routes respond with 503."""
+
+    def handler(path: str) -> Handler:
+        return lambda http: _WHILE_LOADING.get(path, _not_loaded)(http, None)
+
+    table = ROUTES | (WORKER_ROUTES if settings.worker else {})
+    return AsgiApp(
+        {path: {route.method: handler(path)} for path, route in table.items()},
+        {_MODEL_PREFIX: handler(_MODEL_PREFIX)},
+        settings,
+        observers,
+    )
+
+
+async def _not_loaded(http: HttpExchange, state: object) -> None:
+    raise NotReadyError("loading", "")
 
 
 def openapi_document() -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from time import monotonic
 
 from headrace.errors import HeadraceError
+from headrace.server.cors import cors_headers, is_preflight, respond_to_preflight
 from headrace.server.errors import ApiError, anthropic_body, as_api_error
 from headrace.server.http_exchange import (
     SSE_DONE,
@@ -17,12 +18,15 @@ from headrace.server.http_exchange import (
     Send,
     sse_event,
 )
+from headrace.server.paths import no_such_route, route_path
 from headrace.server.request_record import Observer
 from headrace.server.settings import Settings
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PUBLIC = ("/health", "/health/live", "/health/ready")
 """Routes that need no API key."""
+_EXPECTED = ("model_loading", "server_shutting_down")
+"""Codes that are no news for the operator, who started or ended the server."""
 
 Routes = Mapping[str, Mapping[str, Handler]]
 
@@ -52,8 +56,7 @@ class AsgiApp:
         http = HttpExchange(scope, receive, send, self._settings)
         start = monotonic()
         try:
-            self._authenticate(http)
-            await self._handler(scope["path"], scope["method"])(http)
+            await self._respond(http)
         except Disconnected:
             http.record.error = "client_left"
         except Exception as error:
@@ -63,24 +66,31 @@ class AsgiApp:
             for observer in self._observers:
                 observer(http.record)
 
-    def _authenticate(self, http: HttpExchange) -> None:
-        """Check the Host header and the API key. Raises ApiError.
+    async def _respond(self, http: HttpExchange) -> None:
+        if found := route_path(http.path, self._is_route):
+            http.path, http.deployment = found
+        self._check_host(http)
+        http.response_headers |= cors_headers(http, self._settings.allowed_origins)
+        if is_preflight(http):
+            methods = ", ".join(self._methods(http.path))
+            return await respond_to_preflight(http, methods)
+        if self._keys and http.path not in _PUBLIC:
+            http.api_key = self._valid_key(http)
+        await self._handle(http)
 
-        The path comes from the request line, never from headers.
-        """
-        if (
-            not self._keys
-            and self._settings.host in LOOPBACK
-            and _host_name(http.header("host")) not in LOOPBACK
-        ):
-            # DNS rebinding: a web page can make its own host name resolve to this machine.
+    def _check_host(self, http: HttpExchange) -> None:
+        """Raise ApiError for another host: a web page can let its own name mean this machine."""
+        if self._keys or self._settings.host not in LOOPBACK:
+            return
+        host = http.header("host")
+        if host is None and http.scope.get("http_version") == "1.0":
+            return  # no browser
+        if _host_name(host) not in LOOPBACK:
             raise ApiError(
                 403,
                 "forbidden_host",
                 "the Host header must be localhost; --api-key allows other hosts",
             )
-        if self._keys and http.scope["path"] not in _PUBLIC:
-            http.api_key = self._valid_key(http)
 
     def _valid_key(self, http: HttpExchange) -> str:
         given = _credentials(http).encode("utf-8", "surrogateescape")
@@ -95,36 +105,39 @@ class AsgiApp:
             )
         return matches[0].decode()
 
-    def _handler(self, path: str, method: str) -> Handler:
-        methods = self._routes.get(path)
-        if methods is None:
-            handler = next(
-                (
-                    handler
-                    for prefix, handler in self._prefix_routes.items()
-                    if path.startswith(prefix)
-                ),
-                None,
-            )
-            if handler is None:
-                raise ApiError(
-                    404, "not_found", "the route does not exist; /openapi.json lists all routes"
-                )
-            methods = {"GET": handler}
-        if method not in methods:
-            allowed = ", ".join(methods)
-            error = ApiError(405, "method_not_allowed", f"the method must be {allowed}")
-            error.headers["allow"] = allowed
-            raise error
-        return methods[method]
+    def _is_route(self, path: str) -> bool:
+        return path in self._routes or any(map(path.startswith, self._prefix_routes))
+
+    def _methods(self, path: str) -> dict[str, Handler]:
+        """Return the handlers of a route by method. Raises ApiError without a route."""
+        methods = dict(self._routes.get(path, {}))
+        for prefix, handler in self._prefix_routes.items():
+            if not methods and path.startswith(prefix):
+                methods["GET"] = handler
+        if not methods:
+            raise ApiError(404, "not_found", no_such_route(path, self._routes))
+        if "GET" in methods:
+            methods["HEAD"] = methods["GET"]
+        return methods
+
+    async def _handle(self, http: HttpExchange) -> None:
+        methods, method = self._methods(http.path), http.scope["method"]
+        if method in methods:
+            return await methods[method](http)
+        allowed = ", ".join([*methods, "OPTIONS"])
+        if method == "OPTIONS":
+            return await http.respond_empty(204, {"allow": allowed})
+        error = ApiError(405, "method_not_allowed", f"the method must be {allowed}")
+        error.headers["allow"] = allowed
+        raise error
 
     async def _respond_with_error(self, http: HttpExchange, error: Exception) -> None:
         api_error = as_api_error(error)
-        path = http.scope["path"]
+        path = http.path
         http.record.error = api_error.code
         if api_error.status == 500:
             log.error("request to %r failed", path, exc_info=error)
-        elif api_error.status > 500:
+        elif api_error.status > 500 and api_error.code not in _EXPECTED:
             reason = error if isinstance(error, HeadraceError) else api_error.message
             log.warning("%s: %s", api_error.code, reason)
         if not http.response_started:
@@ -156,4 +169,4 @@ def _credentials(http: HttpExchange) -> str:
             return b64decode(rest, validate=True).decode().partition(":")[2]
         except (Base64Error, UnicodeDecodeError):
             return ""
-    return http.header("x-api-key") or ""
+    return http.header("x-api-key") or http.header("api-key") or ""

@@ -1,18 +1,29 @@
 import asyncio
 import logging
+import socket
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from headrace.server.http_exchange import App, Message, Receive, Scope, Send
 from headrace.server.settings import Settings
 
 _MAX_HEAD_BYTES = 1 << 16
+_PROBE_SECONDS = 0.5
+_POLL_SECONDS = 0.1
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 log = logging.getLogger("headrace.server")
 
 
 class Connection(HttpToolsProtocol):
-    """Closes connections whose client sends a request's head or reads a response too slowly."""
+    """Speaks HTTP/1 as RFC 9112 has it, where uvicorn does not.
+
+    It ignores offers to upgrade, sends no chunks in HTTP/1.0, and responds to clients that have
+    ended their side. It closes connections whose client sends a request's head or reads a response
+    too slowly.
+    """
 
     def __init__(self, *args: Any, settings: Settings, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -20,6 +31,7 @@ class Connection(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
         self._send_timer: asyncio.TimerHandle | None = None
+        self._half_closed_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
         super().connection_made(transport)
@@ -28,10 +40,32 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         # This can count a little data of a later request. It is little because uvicorn pauses
         # reading while an earlier request is in progress.
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         self._head_bytes += len(data)
         if self._head_timer and self._head_bytes > _MAX_HEAD_BYTES:
             self._cut(f"the head of its request is longer than {_MAX_HEAD_BYTES:,} bytes")
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        except httptools.HttpParserUpgrade as upgrade:
+            if self.parser.get_method() == b"CONNECT":
+                self.send_400_response("This server is no proxy.")
+                return
+            # The parser takes the body for another protocol. A server may ignore the offer, so the
+            # request is parsed again without it.
+            head = self._head_without_upgrade()
+            self.parser = httptools.HttpRequestParser(self)
+            self._parse(head + data[upgrade.args[0] :])
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -39,8 +73,50 @@ class Connection(HttpToolsProtocol):
             self._start_head_timer()
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._stop_head_timer()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: App) -> None:  # type: ignore[override] # our types of ASGI
+        if cycle.scope["http_version"] == "1.0":
+            app = _without_chunks(cycle, app)
+        super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
+
+    def eof_received(self) -> bool:  # type: ignore[override] # True keeps the connection open
+        """Keep the connection if its client has ended its side after a complete request."""
+        if self._is_idle or self.cycle.more_body:
+            return False
+        self._half_closed_timer = self.loop.call_later(_PROBE_SECONDS, self._probe)
+        return True
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or (self.cycle.response_complete and not self.pipeline)
+
+    def _probe(self) -> None:
+        """Send an interim response: a client that has left altogether resets the connection."""
+        is_first = not self.pipeline and not self.cycle.response_started
+        if is_first and self.cycle.scope["http_version"] == "1.1":
+            self.transport.write(_CONTINUE)
+        self._look_for_reset()
+
+    def _look_for_reset(self) -> None:
+        # asyncio reads no more from this connection, so it would notice a reset only at a write.
+        connection = self.transport.get_extra_info("socket")
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        else:
+            self._half_closed_timer = self.loop.call_later(_POLL_SECONDS, self._look_for_reset)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._half_closed_timer and self._is_idle:
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -54,6 +130,8 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
         self._stop_send_timer()
         self._stop_head_timer()
+        if self._half_closed_timer:
+            self._half_closed_timer.cancel()
 
     def _start_head_timer(self) -> None:
         self._head_bytes = 0
@@ -86,3 +164,23 @@ class Connection(HttpToolsProtocol):
     def _cut(self, reason: str) -> None:
         log.info("connection closed: %s", reason)
         self.transport.abort()
+
+
+def _without_chunks(cycle: RequestResponseCycle, app: App) -> App:
+    """Let the end of the connection end a body without a length, as HTTP/1.0 has no chunks."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        has_length = False
+
+        async def send_plain(message: Message) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                has_length = any(name == b"content-length" for name, _ in message["headers"])
+            if not has_length:
+                cycle.chunked_encoding = False
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return call

@@ -10,6 +10,15 @@ async def live(http: HttpExchange, state: ServerState) -> None:
     await http.respond({"status": "dead" if dead else "live"}, 503 if dead else 200)
 
 
+async def live_while_loading(http: HttpExchange, state: object) -> None:
+    await http.respond({"status": "live"})
+
+
+async def not_ready_while_loading(http: HttpExchange, state: object) -> None:
+    body = {"status": "loading", "restarts": 0, "version": version("headrace")}
+    await http.respond(body, 503, {"retry-after": "1"})
+
+
 async def ready(http: HttpExchange, state: ServerState) -> None:
     """Readiness: 200 if the engine is alive, the queue has space and the server is not draining."""
     engine, figures = state.engine, state.engine.report.figures
@@ -32,7 +41,7 @@ async def ready(http: HttpExchange, state: ServerState) -> None:
         await http.respond(body, 503, {"retry-after": "1"})
 
 
-async def server_version(http: HttpExchange, state: ServerState) -> None:
+async def server_version(http: HttpExchange, state: object) -> None:
     """Version of Headrace."""
     await http.respond({"version": version("headrace")})
 
@@ -50,7 +59,7 @@ async def models(http: HttpExchange, state: ServerState) -> None:
 
 async def model(http: HttpExchange, state: ServerState) -> None:
     """One model or adapter."""
-    name = http.scope["path"].removeprefix("/v1/models/")
+    name = http.path.removeprefix("/v1/models/")
     state.resolve_adapter(name)
     await http.respond(_model(state, name))
 

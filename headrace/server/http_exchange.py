@@ -13,11 +13,12 @@ from headrace.server.field_table import refuse_unserved
 from headrace.server.request_record import RequestRecord
 from headrace.server.settings import Settings
 
-# The four types of ASGI 3.
+# The types of ASGI 3.
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _T = TypeVar("_T")
 BASE_SEED = "headrace.seed"
@@ -41,6 +42,10 @@ class HttpExchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, settings: Settings) -> None:
         self.scope = scope
+        self.path: str = scope["path"]
+        """Path of the route."""
+        self.deployment = ""
+        """Model that an Azure path names."""
         # Reversed, so that the first of several headers with one name counts.
         self._headers = {
             name.decode("latin-1"): value.decode("latin-1")
@@ -73,6 +78,8 @@ class HttpExchange:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
         refuse_unserved(body, record_type)
+        if self.deployment and isinstance(record, msgspec.Struct):
+            record = msgspec.structs.replace(record, model=self.deployment)
         return record
 
     async def read_body(self, content_type: str, default_type: str = "") -> bytes:
@@ -150,8 +157,8 @@ class HttpExchange:
         await self._start_response(status, own_headers | dict(headers or {}))
         await self._send({"type": "http.response.body", "body": body})
 
-    async def respond_not_modified(self, headers: Mapping[str, str]) -> None:
-        await self._start_response(304, headers)
+    async def respond_empty(self, status: int, headers: Mapping[str, str]) -> None:
+        await self._start_response(status, headers)
         await self._send({"type": "http.response.body", "body": b""})
 
     async def stream_events(self, events: AsyncGenerator[bytes], keepalive_seconds: float) -> None:
@@ -164,7 +171,10 @@ class HttpExchange:
 
     async def stream_bytes(self, parts: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
         await self._start_response(200, headers)
-        await self.while_connected(self._send_parts(parts))
+        if self.scope["method"] == "HEAD":
+            await parts.aclose()
+        else:
+            await self.while_connected(self._send_parts(parts))
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _send_parts(self, parts: AsyncGenerator[bytes]) -> None:

@@ -84,6 +84,8 @@ def log_request(record: RequestRecord) -> None:
     if not failed and (record.path == "/" or record.path.startswith(_UNLOGGED_PREFIXES)):
         return
     line = f"{record.method} {json.dumps(record.path)} {record.status} {record.seconds:.3f} s"
+    if record.model:
+        line += f", {json.dumps(record.model)}"
     if record.prompt_tokens:
         line += (
             f", {record.prompt_tokens} prompt tokens ({record.cached_tokens} cached), "
@@ -91,6 +93,7 @@ def log_request(record: RequestRecord) -> None:
         )
     if record.error:
         line += f", {record.error}"
+    line += f", id {record.id}"
     _log.info("%s", line, extra={"request": record})
 
 

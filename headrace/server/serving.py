@@ -6,18 +6,20 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
+from time import monotonic
 
 import uvicorn
 
 from headrace.config import EngineConfig
 from headrace.errors import HeadraceError, RequestError
 from headrace.remote.engine import RemoteEngine
-from headrace.server.app import make_app
-from headrace.server.asgi_app import LOOPBACK
+from headrace.server.app import make_app, make_loading_app
+from headrace.server.asgi_app import LOOPBACK, AsgiApp
 from headrace.server.connection import Connection
-from headrace.server.request_record import JsonFormatter, log_request
+from headrace.server.http_exchange import Receive, Scope, Send
+from headrace.server.request_record import JsonFormatter, Observer, log_request
 from headrace.server.settings import Settings
 from headrace.server.startup import start_server
 from headrace.server.state import ServerState
@@ -66,11 +68,31 @@ def serve(
             stack.callback(tracer.close)
         listener = stack.enter_context(listen(settings))
 
+        observers: list[Observer] = [log_request, *([tracer] if tracer else [])]
+        port = listener.getsockname()[1]
+
         async def run() -> int:
-            async with start_server(model, config, settings, make_engine()) as state:
-                return await _run(state, listener, tracer, announce)
+            engine, begun = make_engine(), monotonic()
+            app = _CurrentApp(make_loading_app(settings, observers))
+            async with _http_server(app, settings, listener):
+                _log.info("loading %s; until it is ready, port %d responds 503", model, port)
+                async with start_server(model, config, settings, engine) as state:
+                    app.current = make_app(state, observers)
+                    _log.info("ready after %.1f s", monotonic() - begun)
+                    announce(state, port)
+                    return await _run(state)
 
         return asyncio.run(run())
+
+
+class _CurrentApp:
+    """An app that another replaces when the model is loaded."""
+
+    def __init__(self, current: AsgiApp) -> None:
+        self.current = current
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.current(scope, receive, send)
 
 
 def listen(settings: Settings) -> socket.socket:
@@ -97,21 +119,34 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _run(
-    state: ServerState, listener: socket.socket, tracer: Tracer | None, announce: Announce
-) -> int:
+@contextlib.asynccontextmanager
+async def _http_server(
+    app: _CurrentApp, settings: Settings, listener: socket.socket
+) -> AsyncIterator[None]:
     server = _Server(
         uvicorn.Config(
-            make_app(state, filter(None, (log_request, tracer))),
+            app,
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             timeout_keep_alive=75,
             ws="none",
-            http=partial(Connection, settings=state.settings),  # type: ignore[arg-type] # uvicorn only calls it
+            http=partial(Connection, settings=settings),  # type: ignore[arg-type] # uvicorn only calls it
         )
     )
+    serving = asyncio.ensure_future(server.serve([listener]))
+    try:
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.005)
+        yield
+    finally:
+        server.should_exit = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(serving, 2)
+
+
+async def _run(state: ServerState) -> int:
     loop, signals = asyncio.get_running_loop(), list[int]()
     signal_received = asyncio.Event()
 
@@ -121,11 +156,6 @@ async def _run(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
-    serving = asyncio.ensure_future(server.serve([listener]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.005)
-    announce(state, listener.getsockname()[1])
-
     try:
         while not signals and state.engine.state != "dead":
             with contextlib.suppress(TimeoutError):
@@ -141,9 +171,6 @@ async def _run(
     finally:
         state.draining = True
         await state.engine.close()  # ends the remaining streams with an error
-        server.should_exit = True
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(serving, 2)
 
 
 def stderr_log(log_format: str) -> None:

@@ -8,6 +8,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     """Keys of which every request must send one; if empty, no key is needed."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins whose web pages may use the server, in lower case; `*` for all."""
     model_name: str = ""
     max_body_bytes: int = 16 << 20
     max_waiting: int = 256

@@ -5,7 +5,6 @@ from hashlib import blake2b
 from pathlib import Path
 
 from headrace.server.http_exchange import HttpExchange
-from headrace.server.state import ServerState
 
 FOLDER = Path(__file__).parent / "page"
 _CONTENT_TYPES = {
@@ -44,13 +43,13 @@ _HEADERS = {
 }
 
 
-async def page_file(http: HttpExchange, state: ServerState) -> None:
+async def page_file(http: HttpExchange, state: object) -> None:
     """File of the web page."""
-    name = FILES[http.scope["path"]]
+    name = FILES[http.path]
     body, tag = _read(name)
     headers = _HEADERS | {"etag": tag}
     if http.header("if-none-match") == tag:
-        await http.respond_not_modified(headers)
+        await http.respond_empty(304, headers)
     else:
         await http.respond_bytes(body, _CONTENT_TYPES[Path(name).suffix], headers=headers)
 

@@ -51,9 +51,24 @@ ROUTE = [
     Row(
         "serve {model} --replicas -1",
         2,
-        "--max-replicas 0 is below --replicas -1 or negative",
+        "--replicas: '-1' is not a whole number from 0",
     ),
     Row("serve {model} --replicas 2 --worker", 2, "leave out --worker or --replicas"),
+    *(
+        Row(f"serve {{model}} {flag} {value}", 2, f"{flag}: '.*' is not a (whole )?number from")
+        for flag, value in (
+            ("--port", "80000"),
+            ("--port", "-1"),
+            ("--max-waiting", "9" * 30),
+            ("--max-per-key", "1e3"),
+            ("--request-timeout", "nan"),
+            ("--drain-seconds", "-1"),
+            ("--stall-seconds", "0"),
+            ("--queue-timeout", "inf"),
+            ("--max-replicas", "9" * 30),
+        )
+    ),
+    Row("serve {model} --allowed-origins localhost", 2, "'localhost' is not an origin"),
     Row("route {model}", 2, "required: --workers"),
     Row("route {model} --workers ''", 2, "--workers '' is not a URL"),
     Row(

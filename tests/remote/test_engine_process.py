@@ -13,6 +13,7 @@ import pytest
 from headrace.config import EngineConfig
 from headrace.remote import client as engine_client
 from headrace.remote import start as engine_start
+from headrace.remote import watch
 from headrace.remote.errors import EngineDeadError
 from tests.server.running import SECONDS, Running, alive, in_background, running, until
 
@@ -138,7 +139,7 @@ def _restarted(server: Running, times: int) -> bool:
 def test_engine_that_never_loads_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text("import time\ntime.sleep(1000)")
     monkeypatch.setattr(engine_start, "COMMAND", (sys.executable, str(tmp_path / "hangs.py")))
-    monkeypatch.setattr(engine_client, "_LOAD_SECONDS", 0.5)
+    monkeypatch.setattr(watch, "_LOAD_SECONDS", 0.5)
     engine = engine_client.EngineClient("model", EngineConfig(), {}, stall_seconds=60)
 
     async def start() -> None:

@@ -6,25 +6,28 @@ import contextlib
 import http.client
 import socket
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 
 from headrace.errors import RequestError
 from headrace.server.app import ROUTES, openapi_document
+from headrace.server.cors import read_origins
 from headrace.server.serving import check, listen
 from headrace.server.settings import Settings
 from tests.server.running import Running, running
 
 KEYS = ("first-key", "second-key")
+PAGE = "http://localhost:3000"
 OPEN = {"/health", "/health/live", "/health/ready"}
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
 def guarded(model: str) -> Iterator[Running]:
-    yield from running(
-        model, "--threads", "1", "--kv-blocks", "16", *(f"--api-key={key}" for key in KEYS)
-    )
+    keys = [f"--api-key={key}" for key in KEYS]
+    origins = f"--allowed-origins={PAGE},https://chat.example"
+    yield from running(model, "--threads", "1", "--kv-blocks", "16", *keys, origins)
 
 
 class TestApiKeys:
@@ -53,6 +56,7 @@ class TestApiKeys:
         good = [
             {"authorization": "Bearer first-key"},
             {"x-api-key": "second-key"},
+            {"api-key": "second-key"},
             {"authorization": f"Basic {basic}"},
         ]
         bad = [
@@ -65,7 +69,7 @@ class TestApiKeys:
             {"authorization": "Basic !"},
             {"authorization": "Basic " + base64.b64encode(b"first-key").decode()},
         ]
-        assert [guarded.get("/v1/models", headers).status for headers in good] == [200] * 3
+        assert [guarded.get("/v1/models", headers).status for headers in good] == [200] * 4
         replies = [guarded.get("/v1/models", headers) for headers in bad]
         assert [reply.status for reply in replies] == [401] * len(bad)
         error = replies[0].json["error"]  # LiteLLM recognises the error by its type
@@ -91,6 +95,67 @@ class TestApiKeys:
             True,
         ]
         assert cached(KEYS[0], cache_salt="mine") == 0
+
+
+class TestOrigins:
+    """Cross-origin resource sharing."""
+
+    PREFLIGHT: ClassVar[dict[str, str]] = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization, content-type, x-stainless-os",
+    }
+
+    @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/v1/models/x"])
+    def test_preflight_needs_no_key(self, guarded: Running, path: str) -> None:
+        reply = guarded.request("OPTIONS", path, headers=self.PREFLIGHT | {"origin": PAGE})
+        assert (reply.status, reply.body) == (204, b"")
+        assert reply.headers["access-control-allow-origin"] == PAGE
+        assert (
+            reply.headers["access-control-allow-headers"]
+            == self.PREFLIGHT["access-control-request-headers"]
+        )
+        method = "POST" if "chat" in path else "GET"
+        assert method in reply.headers["access-control-allow-methods"]
+
+    def test_responses_and_errors_are_readable(self, guarded: Running) -> None:
+        key = {"authorization": "Bearer first-key"}
+        bodies = [CHAT, CHAT | {"stream": True}, {"messages": []}]
+        for headers, body in [*((key, body) for body in bodies), ({}, CHAT)]:
+            reply = guarded.post("/v1/chat/completions", body, headers | {"origin": PAGE})
+            assert reply.headers["access-control-allow-origin"] == PAGE
+            assert "x-request-id" in reply.headers["access-control-expose-headers"]
+            assert reply.headers["vary"] == "origin"
+
+    @pytest.mark.parametrize("origin", ["http://localhost:3001", "https://evil.example", "null"])
+    def test_other_origins_are_refused(self, guarded: Running, origin: str) -> None:
+        headers = {"origin": origin, "authorization": "Bearer first-key"}
+        for reply in (
+            guarded.post("/v1/chat/completions", CHAT, headers),
+            guarded.request("OPTIONS", "/v1/models", headers=headers | self.PREFLIGHT),
+        ):
+            assert "access-control-allow-origin" not in reply.headers
+
+    def test_closed_by_default(self, server: Running) -> None:
+        for method in ("OPTIONS", "GET"):
+            reply = server.request(method, "/v1/models", headers=self.PREFLIGHT | {"origin": PAGE})
+            assert not [name for name in reply.headers if name.startswith("access-control")]
+
+    @pytest.mark.parametrize(
+        ("argument", "origins"),
+        [
+            ("*", ("*",)),
+            ('["*"]', ("*",)),
+            ('["http://A:1", "null"]', ("http://a:1", "null")),
+            ("http://a , https://b.example:8443", ("http://a", "https://b.example:8443")),
+        ],
+    )
+    def test_argument(self, argument: str, origins: tuple[str, ...]) -> None:
+        assert read_origins(argument) == origins
+
+    @pytest.mark.parametrize("argument", ["localhost:3000", "http://a/", "[", '["x"]', "a b", ","])
+    def test_invalid_argument(self, argument: str) -> None:
+        with pytest.raises(RequestError, match="--allowed-origins"):
+            read_origins(argument)
 
 
 class TestHosts:
@@ -140,7 +205,8 @@ class TestBodies:
         for path, route in ROUTES.items():
             other = "GET" if route.method == "POST" else "POST"
             reply = server.request(other, path)
-            assert (reply.status, reply.headers["allow"]) == (405, route.method)
+            allowed = "GET, HEAD, OPTIONS" if route.method == "GET" else "POST, OPTIONS"
+            assert (reply.status, reply.headers["allow"]) == (405, allowed)
         assert server.get("/v2").status == 404 and server.get("/v1/models/none").status == 404
 
     @pytest.mark.parametrize(

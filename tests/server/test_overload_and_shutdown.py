@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.server import slow_engine
 from tests.server.running import SECONDS, Running, in_background, running, until
 
 CHAT: dict[str, Any] = {
@@ -32,9 +34,31 @@ def fresh(model: str) -> Iterator[Running]:
     yield from running(model, *FLAGS, "--drain-seconds", "0.2", "--max-per-key", "12")
 
 
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gate") / "open"
+
+
+@pytest.fixture(scope="module")
+def loading(model: str, gate: Path) -> Iterator[Running]:
+    """A server whose model loads until the file `gate` exists."""
+    server = Running(
+        model,
+        *FLAGS,
+        "--stall-seconds",
+        "1",
+        env={slow_engine.VARIABLE: str(gate)},
+        program="tests.server.slow_engine",
+        waits=False,
+    )
+    yield server
+    assert server.stop() == 0, "".join(server.log)
+
+
 class TestClients:
     def test_disconnect_aborts_the_request(self, fresh: Running) -> None:
-        for body in (SLOW | {"stream": True}, SLOW, SLOW | {"n": 4, "temperature": 1}):
+        several = SLOW | {"temperature": 1}
+        for body in (SLOW | {"stream": True}, several | {"n": 4}, several | {"n": 8}):
             connection = fresh.open_stream("/v1/chat/completions", body)
             begun = fresh.figures()["headrace_generated_tokens_total"]
             until(lambda: not fresh.at_rest())
@@ -48,6 +72,16 @@ class TestClients:
                 < begun + 4000 * body.get("n", 1)
             )
         assert fresh.post("/v1/chat/completions", CHAT | {"max_tokens": 3}).status == 200
+
+    def test_client_that_ends_its_side_gets_a_slow_response(self, fresh: Running) -> None:
+        """An interim response shows that the client is still there."""
+        body = SLOW | {"temperature": 1, "n": 8}
+        with fresh.open_stream("/v1/chat/completions", body) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            reply = b"".join(iter(lambda: connection.recv(1 << 20), b""))
+        interim, _, reply = reply.partition(b"\r\n\r\n")
+        assert interim == b"HTTP/1.1 100 Continue"
+        assert reply.startswith(b"HTTP/1.1 200 ") and reply.count(b"finish_reason") == 8
 
     def test_many_disconnects(self, fresh: Running) -> None:
         for begin in range(0, 36, 6):
@@ -122,9 +156,9 @@ class TestClients:
             *_, error, done = server.post("/v1/chat/completions", SLOW | {"stream": True}).events
             assert (error["error"]["code"], done) == ("timeout", "[DONE]")
             until(server.at_rest)
-            assert (
-                b'headrace_error_responses_total{code="timeout"} 1.0\n'
-                in server.get("/metrics").body
+            assert re.search(
+                rb'headrace_error_responses_total{code="timeout",.*} 1.0\n',
+                server.get("/metrics").body,
             )
 
     def test_queue_timeout(self, model: str) -> None:
@@ -257,6 +291,65 @@ class TestShutdown:
         assert replies[0].events[-2]["error"]["code"] == "server_shutting_down"
 
 
+class TestLoading:
+    @pytest.mark.parametrize(
+        ("method", "path", "status"),
+        [
+            ("GET", "/health/live", 200),
+            ("GET", "/health/ready", 503),
+            ("GET", "/health", 503),
+            ("HEAD", "/health", 503),
+            ("GET", "/v1/models", 503),
+            ("GET", "/v1/models/tiny.gguf", 503),
+            ("POST", "/v1/chat/completions", 503),
+            ("POST", "/v1/messages", 503),
+            ("GET", "/metrics", 503),
+            ("GET", "/version", 200),
+            ("GET", "/openapi.json", 200),
+            ("GET", "/", 200),
+            ("GET", "/nowhere", 404),
+            ("DELETE", "/v1/models", 405),
+        ],
+    )
+    def test_port_responds_while_the_model_loads(
+        self, loading: Running, method: str, path: str, status: int
+    ) -> None:
+        reply = loading.request(method, path, CHAT if method == "POST" else None)
+        assert reply.status == status, reply.body
+        assert (reply.headers.get("retry-after") == "1") == (status == 503)
+        if status == 503 and "health" not in path and path != "/v1/messages":
+            assert reply.json["error"]["code"] == "model_loading"
+
+    def test_engine_is_not_killed_after_a_long_load(self, loading: Running, gate: Path) -> None:
+        """The load lasts longer than a step may, and nothing wrote the heartbeat during it."""
+        time.sleep(1.2)
+        gate.touch()
+        assert loading.ready.wait(SECONDS)
+        time.sleep(0.4)
+        health = loading.get("/health/ready")
+        assert (health.status, health.json["restarts"]) == (200, 0), "".join(loading.log)
+        assert loading.post("/v1/chat/completions", CHAT | {"max_tokens": 1}).status == 200
+
+        log = "".join(loading.log)
+        told = [log.index(words) for words in ("loading ", "packing ", "ready after ")]
+        assert told == sorted(told)
+        # Requests that came too early are in the log as requests, not as warnings.
+        assert "WARNING" not in log
+
+    def test_engine_that_loads_again_is_not_killed(self, loading: Running, gate: Path) -> None:
+        gate.unlink()
+        first = loading.engine_pid
+        os.kill(first, signal.SIGKILL)
+        until(lambda: loading.get("/health/ready").status == 503)
+        time.sleep(1.2)
+        assert loading.post("/v1/chat/completions", CHAT).json["error"]["code"] == "model_loading"
+        gate.touch()
+        until(lambda: loading.get("/health/ready").status == 200)
+        time.sleep(0.4)
+        health = loading.get("/health/ready")
+        assert (health.status, health.json["restarts"]) == (200, 1), "".join(loading.log)
+
+
 class TestStartup:
     @pytest.mark.parametrize(
         "flags, code, says",
@@ -266,6 +359,8 @@ class TestStartup:
             (["MODEL", "--max-model-len", "100000"], 2, "context has 4,096 tokens"),
             (["MODEL", "--lora", "x"], 2, "NAME=PATH"),
             (["MODEL", "--lora", "x=/nowhere"], 3, "/nowhere"),
+            (["MODEL", "--tool-call-parser", "nosuch"], 2, "'nosuch' is unknown"),
+            (["MODEL", "--port", "80000"], 2, "not a whole number from 0 to 65,535"),
             (["MODEL", "--port", "TAKEN"], 5, "--port"),
             (["MODEL", "--kv-blocks", "60000000"], 4, "set kv_blocks to"),
         ],
@@ -289,7 +384,7 @@ class TestStartup:
             )
         lines = [line for line in done.stderr.splitlines() if line.startswith("headrace: ")]
         assert done.returncode == code and len(lines) == 1 and says in lines[0], done.stderr
-        assert "Traceback" not in done.stderr and not done.stdout
+        assert "Traceback" not in done.stderr and "leak" not in done.stderr and not done.stdout
 
     def test_listens_only_on_loopback(self, server: Running) -> None:
         pids = {server.process.pid, server.engine_pid}

@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ FLAGS = ("--threads", "1", "--kv-blocks", "1024")
 
 @pytest.fixture(scope="module")
 def logging_server(model: str) -> Iterator[Running]:
-    yield from running(model, *FLAGS, "--log-format", "json", "--request-timeout", "0.5")
+    yield from running(model, *FLAGS, "--log-format", "json", "--request-timeout", "1.5")
 
 
 def lines(server: Running) -> list[dict[str, Any]]:
@@ -100,10 +101,8 @@ def test_log_line_has_the_error(logging_server: Running) -> None:
     assert (late["status"], set(late["finish_reasons"])) == (200, {"timeout"}) and late[
         "output_tokens"
     ] > 0
-    connection = logging_server.open_stream(
-        "/v1/completions", {"prompt": "a", "max_tokens": 3900, "ignore_eos": True}
-    )
-    until(lambda: logging_server.figures()["headrace_sequences_running"] == 1)
+    connection = logging_server.open_stream("/v1/chat/completions", CHAT | slow | {"stream": False})
+    until(lambda: logging_server.figures()["headrace_sequences_running"] > 1)
     connection.close()
     until(lambda: lines(logging_server)[-1].get("error") == "client_left")
     assert lines(logging_server)[-1]["status"] == 499
@@ -126,6 +125,14 @@ def test_log_has_no_text_and_cannot_be_forged(logging_server: Running) -> None:
 
 
 def test_text_log_line(server: Running) -> None:
+    server.post("/v1/completions", {"prompt": "a", "max_tokens": 2}, {"x-request-id": "mine"})
+    until(lambda: any("id mine" in line for line in server.log))
+    (line,) = [line for line in server.log if "id mine" in line]
+    assert re.search(
+        r'POST "/v1/completions" 200 [\d.]+ s, "tiny.gguf", \d+ prompt tokens \(0 cached\), '
+        r"2 output tokens, id mine$",
+        line,
+    )
     server.get("/nowhere%0Aforged")
     until(lambda: any("nowhere" in line for line in server.log))
     (line,) = [line for line in server.log if "nowhere" in line]
