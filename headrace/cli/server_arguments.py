@@ -63,7 +63,7 @@ def _add_network(group: Arguments) -> None:
         "--allowed-origins",
         default="",
         metavar="ORIGIN,...",
-        help="origins whose web pages may use the server, or *; also as JSON (default: none)",
+        help="origins of other web pages that may use the server, or *; also as JSON",
     )
 
 

@@ -200,9 +200,6 @@ class HttpWorker:
             asyncio.timeout(_SILENT_SECONDS) as timeout,
             session.get(f"{self.url}/worker/status") as response,
         ):
-            if response.status >= 500:  # it loads its model, or a proxy misses it
-                self.problem = ""
-                return f"status {response.status}: {await _error_message(response)}"
             if response.status != 200:
                 return self._refusal(response.status, (await _error_of(response)).message)
             while chunk := await response.content.readany():

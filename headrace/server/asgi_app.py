@@ -26,7 +26,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PUBLIC = ("/health", "/health/live", "/health/ready")
 """Routes that need no API key."""
 _EXPECTED = ("model_loading", "server_shutting_down")
-"""Codes that are no news for the operator, who started or ended the server."""
+"""Codes of times that the operator knows: the start and the end of the server."""
 
 Routes = Mapping[str, Mapping[str, Handler]]
 

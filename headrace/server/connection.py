@@ -20,7 +20,7 @@ log = logging.getLogger("headrace.server")
 class Connection(HttpToolsProtocol):
     """Speaks HTTP/1 as RFC 9112 has it, where uvicorn does not.
 
-    It ignores offers to upgrade, sends no chunks in HTTP/1.0, and responds to clients that have
+    It ignores `Upgrade`, sends no chunks in HTTP/1.0, and responds to clients that have
     ended their side. It closes connections whose client sends a request's head or reads a response
     too slowly.
     """
@@ -55,7 +55,7 @@ class Connection(HttpToolsProtocol):
             if self.parser.get_method() == b"CONNECT":
                 self.send_400_response("This server is no proxy.")
                 return
-            # The parser takes the body for another protocol. A server may ignore the offer, so the
+            # The parser takes the body for another protocol. A server may ignore the header, so the
             # request is parsed again without it.
             head = self._head_without_upgrade()
             self.parser = httptools.HttpRequestParser(self)

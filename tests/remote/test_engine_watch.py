@@ -65,7 +65,7 @@ def test_load_counts_as_no_silence() -> None:
     assert verdict.state == "hangs" and verdict.seconds == pytest.approx(10, abs=TICK)
 
 
-@pytest.mark.parametrize("step", [0.0, 400.0], ids=["idle", "in a step"])
+@pytest.mark.parametrize("step", [0.0, 400.0], ids=["between steps", "in a step"])
 def test_pause_of_both_processes_is_no_hang(step: float) -> None:
     """A container or a machine that is paused: the clocks go on."""
     clock = Clock()

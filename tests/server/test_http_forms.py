@@ -148,7 +148,7 @@ class TestPaths:
         [
             ("/v1/chat/completion", "(did you mean /v1/chat/completions?)"),
             ("/v1/model", "(did you mean /v1/models?)"),
-            ("/nowhere/at/all", "does not exist; /openapi.json"),
+            ("/unknown/at/all", "does not exist; /openapi.json"),
             ("/" + "x" * 5000, "..."),
         ],
     )
