@@ -13,7 +13,7 @@ from headrace.request import RequestOptions
 from headrace.server.asgi_app import sse_error
 from headrace.server.conversation import Conversation, Generation, OutputChunk, generate
 from headrace.server.errors import invalid
-from headrace.server.generation import check_stream, limit_thinking, sampling_params
+from headrace.server.generation import check_stream, given_fields, limit_thinking, sampling_params
 from headrace.server.http_exchange import SSE_DONE, HttpExchange, sse_event
 from headrace.server.logprobs import LogprobWriter, prompt_logprobs
 from headrace.server.openai_records import ChatRequest
@@ -51,7 +51,7 @@ def _conversation(state: ServerState, request: ChatRequest) -> Conversation:
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
     )
-    template_kwargs = {} if request.verbosity is None else {"verbosity": request.verbosity}
+    template_kwargs = given_fields(request, ("verbosity", "enable_thinking"))
     return Conversation(
         model=request.model,
         messages=messages,

@@ -22,6 +22,7 @@ _GENERATING = (CHAT, TEXT, RESPONSES, MESSAGES)
 _ANTHROPIC = (MESSAGES, COUNT)
 _TEXT_ONLY = "this server reads and writes text only"
 _MEDIA = "it only changes how images, audio and video are read"
+_NEVER_CUT = "a conversation is never cut; one that is too long is an error"
 _NO_STORE = "responses are not stored; send the whole conversation"
 _ONE_SERVER = "prefill and decoding run in one server"
 _SAMPLER = "no sampler here has it"
@@ -157,7 +158,8 @@ IGNORED: list[Group] = [
             "reasoning.summary": "reasoning comes whole, without a summary",
             "reasoning.generate_summary": "reasoning comes whole, without a summary",
             "reasoning.context": "the conversation says what reasoning the model sees",
-            "truncation": "a conversation that is too long is an error, never cut",
+            "truncation": _NEVER_CUT,
+            "context_management": _NEVER_CUT,
             "background_options": "it needs `background`",
             "access_programs": "there is no access program to join",
             "image": _MEDIA,
@@ -180,6 +182,7 @@ IGNORED: list[Group] = [
             "workspace_id": "the server keeps no account of end users",
             "billing_policy": "the server sends no bills",
             "betas": "no field depends on it",
+            "context_management": _NEVER_CUT,
             "tools[].cache_control": "the prefix cache finds a shared beginning by itself",
             "tools[].defer_loading": "all tools are shown to the model at once",
             "tools[].eager_input_streaming": "arguments are streamed as they come",
@@ -223,7 +226,6 @@ REFUSED: list[Group] = [
             "web_search_options": "this server does not search the web",
             "task": "it belongs to one model of SGLang's",
             "separate_reasoning": "see `include_reasoning`",
-            "enable_thinking": "put it in `chat_template_kwargs`, or send `reasoning_effort`",
             "add_special_tokens": "the chat template writes the first tokens",
             "input_ids": "send token ids to /v1/completions",
             "return_prompt_text": "/tokenize and /detokenize give the rendered prompt",
@@ -313,7 +315,6 @@ REFUSED: list[Group] = [
             "previous_response_id": _NO_STORE,
             "conversation": _NO_STORE,
             "prompt": "no prompts are stored; send `instructions` and `input`",
-            "context_management": "the conversation is used as it comes",
             "max_tool_calls": "the server calls no tools itself",
             "reasoning.mode": "reasoning has one mode; use `reasoning.effort`",
             "previous_input_messages": _NO_STORE,
@@ -338,7 +339,6 @@ REFUSED: list[Group] = [
         _ANTHROPIC,
         {
             "mcp_servers": "the server calls no tools itself",
-            "context_management": "the conversation is used as it comes",
             "compaction": "the conversation is used as it comes",
             "tools[].allowed_callers": "the model alone calls tools",
             "tools[].input_examples": "put the examples in `description`",
@@ -397,6 +397,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "endianness": ("native", "little"),
     "use_activation": (True,),
 }
-"""Values of refused fields that ask for what the server does anyway. Null, 0, an empty text or list
-and, unless true is listed here, false ask for nothing either.
+"""Values of refused fields that ask for what the server does anyway, next to null, false, 0 and
+empty texts and lists.
 """
+
+MEANT = (
+    "adaptive_target",
+    "max_tool_calls",
+    "n_predict",
+    "parse_tool_calls",
+    "separate_reasoning",
+    "top_n_sigma",
+    "use_activation",
+)
+"""Refused fields whose false or 0 asks for something."""

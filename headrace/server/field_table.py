@@ -81,8 +81,7 @@ def refuse_unserved(body: bytes, record: type[Any]) -> None:
         if name in given:
             value = msgspec.json.decode(given[name])
             for row in refusals:
-                neutral = rows.NEUTRAL.get(row.path, ())
-                if any(_asks(found, neutral) for found in _values({name: value}, row.path)):
+                if any(_asks(row.path, found) for found in _values({name: value}, row.path)):
                     raise ApiError(
                         400,
                         "unsupported_parameter",
@@ -116,8 +115,8 @@ def _values(value: Any, path: str) -> Iterator[Any]:
             yield item
 
 
-def _asks(value: Any, neutral: tuple[Any, ...]) -> bool:
+def _asks(path: str, value: Any) -> bool:
     """Return whether a value asks for something that the server does not do anyway."""
-    if value is None or value in neutral:
+    if value is None or value in rows.NEUTRAL.get(path, ()):
         return False
-    return bool(value) or (value is False and True in neutral)
+    return bool(value) or path in rows.MEANT

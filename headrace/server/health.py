@@ -1,7 +1,11 @@
+from datetime import UTC, datetime
 from importlib.metadata import version
 
 from headrace.server.http_exchange import HttpExchange
 from headrace.server.state import ServerState
+
+_ANTHROPIC_HEADER = "anthropic-version"
+"""Clients of Anthropic's API send it; they get models in its shape."""
 
 
 async def live(http: HttpExchange, state: ServerState) -> None:
@@ -54,18 +58,33 @@ async def metrics(http: HttpExchange, state: ServerState) -> None:
 async def models(http: HttpExchange, state: ServerState) -> None:
     """The model and its adapters, each of which a request can name as its model."""
     names = [state.settings.model_name, *state.engine.adapters]
-    await http.respond({"object": "list", "data": [_model(state, name) for name in names]})
+    data = [_model(http, state, name) for name in names]
+    if http.header(_ANTHROPIC_HEADER):
+        page = {"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+        await http.respond(page)
+    else:
+        await http.respond({"object": "list", "data": data})
 
 
 async def model(http: HttpExchange, state: ServerState) -> None:
     """One model or adapter."""
     name = http.path.removeprefix("/v1/models/")
     state.resolve_adapter(name)
-    await http.respond(_model(state, name))
+    await http.respond(_model(http, state, name))
 
 
-def _model(state: ServerState, name: str) -> dict[str, object]:
+def _model(http: HttpExchange, state: ServerState, name: str) -> dict[str, object]:
     base_name = state.settings.model_name
+    if http.header(_ANTHROPIC_HEADER):
+        return {
+            "type": "model",
+            "id": name,
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(state.started, UTC).isoformat(),
+            "lifecycle": "active",
+            "max_tokens": state.prompt_reader.max_model_len,
+            "max_input_tokens": state.prompt_reader.max_model_len,
+        }
     return {
         "id": name,
         "object": "model",

@@ -210,6 +210,7 @@ class ChatRequest(Sampling, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     thinking: Thinking | None = None
+    enable_thinking: bool | None = None
     include_reasoning: bool | None = None
     verbosity: str | None = None
     echo: bool | None = None

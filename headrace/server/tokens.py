@@ -113,5 +113,7 @@ async def tokenizer_info(http: HttpExchange, state: ServerState) -> None:
             "bos_token_id": tokenizer.bos_id,
             "eos_token_id": tokenizer.eos_id,
             "max_model_len": state.prompt_reader.max_model_len,
+            "chat_template": state.prompt_reader.templates.get("default"),
+            "tokenizer_class": type(tokenizer).__name__,
         }
     )

@@ -105,6 +105,8 @@ def test_refused_fields_are_named(api: str) -> None:
         assert (caught.value.status, caught.value.code) == (400, "unsupported_parameter")
         assert caught.value.message.startswith(path.replace("[]", ""))
         assert caught.value.param == path.partition(".")[0].removesuffix("[]")
+        if path not in rows.MEANT:
+            refuse_unserved(json.dumps(nested(path, False)).encode(), RECORDS[api])
         for value in (None, *rows.NEUTRAL.get(path, ())):
             refuse_unserved(json.dumps(nested(path, value)).encode(), RECORDS[api])
 
@@ -120,6 +122,8 @@ def test_ignored_fields_change_nothing(server: Running) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
+        ("/v1/completions", {"n_predict": 0}, "n_predict"),
+        ("/v1/chat/completions", {"separate_reasoning": False}, "separate_reasoning"),
         ("/v1/chat/completions", {"modalities": ["audio"], "audio": {"voice": "x"}}, "audio"),
         ("/v1/completions", {"suffix": "b"}, "suffix"),
         ("/v1/responses", {"previous_response_id": "resp_1"}, "previous_response_id"),

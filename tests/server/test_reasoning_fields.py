@@ -71,6 +71,9 @@ def test_thinking_switches_the_template(
     count = tools.post("/v1/messages/count_tokens", body).json["input_tokens"]
     usage = tools.post("/v1/chat/completions", body | {"max_tokens": 1}).json["usage"]
     assert (count, usage["prompt_tokens"]) == (expected, expected)
+    body = ASK | {"max_tokens": 1, "enable_thinking": is_on}
+    usage = tools.post("/v1/chat/completions", body).json["usage"]
+    assert usage["prompt_tokens"] == expected
 
 
 def test_reasoning_can_be_left_out(tools: Running) -> None:  # noqa: F811

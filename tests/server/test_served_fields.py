@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import anthropic
 import pytest
 
 from headrace import LLM, SamplingParams
@@ -287,3 +288,24 @@ class TestResponses:
         (item,) = server.post("/v1/responses", body).json["output"]
         expected = chat(server, **options)["choices"][0]["message"]["content"]
         assert item["content"][0]["text"] == expected
+
+
+def test_models_for_clients_of_anthropic(server: Running) -> None:
+    page = server.get("/v1/models", {"anthropic-version": "2023-06-01"}).json
+    (model,) = page["data"]
+    assert (page["has_more"], page["first_id"], page["last_id"]) == (False, *2 * ("tiny.gguf",))
+    assert (model["type"], model["id"], model["display_name"]) == ("model", *2 * ("tiny.gguf",))
+    one = server.get("/v1/models/tiny.gguf", {"anthropic-version": "2023-06-01"}).json
+    assert one == model and anthropic.types.ModelInfo.model_validate(model).created_at.tzinfo
+
+
+def test_tokenizer_info(server: Running, llm: LLM) -> None:
+    info = server.get("/tokenizer_info").json
+    assert "messages" in info["chat_template"] and info["tokenizer_class"]
+
+
+def test_tokenize_of_a_continued_message(server: Running) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "Good mor"}]
+    options = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    usage = chat(server, **options)["usage"]
+    assert server.post("/tokenize", options).json["count"] == usage["prompt_tokens"]
