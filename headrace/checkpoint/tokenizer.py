@@ -186,9 +186,9 @@ class Tokenizer:
     def _ends_by_name(self) -> frozenset[int]:
         if self.vocabulary.has_end_list:
             return frozenset()
-        ids = {self._added[token_id].content: token_id for token_id in self.special_ids}
-        added = {token.content for token in self._added.values()}
-        return frozenset(ids[name] for name in end_names(ids.keys(), added))
+        added = {token.content: token_id for token_id, token in self._added.items()}
+        control = {self._added[token_id].content for token_id in self.special_ids}
+        return frozenset(added[name] for name in end_names(control, added.keys()))
 
     def _encode(self, backend: tokenizers.Tokenizer, text: str, add_special: bool) -> list[int]:
         with library_calls("the tokenizer cannot encode this text", RequestError):
@@ -196,7 +196,8 @@ class Tokenizer:
                 return backend.encode(text, add_special_tokens=add_special).ids
             except TypeError as error:
                 raise RequestError(
-                    "the text is not valid Unicode: it has lone surrogates"
+                    "the text is not valid Unicode: it has lone surrogates; "
+                    "remove them, or decode its bytes as UTF-8 first"
                 ) from error
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:

@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models
 
 from headrace import LLM, SamplingParams
-from headrace.checkpoint.end_tokens import END_TOKENS
+from headrace.checkpoint.end_tokens import END_TOKENS, FILE_END_TOKENS, FILL_IN_TOKENS
 from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.checkpoint.tokenizer_gguf import END_LIST
@@ -90,6 +90,37 @@ def test_formats_in_which_a_name_is_no_end(
 ) -> None:
     assert names_of(gguf_tokenizer(write_gguf, names)) == ends
     assert names_of(folder_tokenizer(tmp_path, names)) == ends
+
+
+@pytest.mark.parametrize("middle", FILL_IN_TOKENS)
+def test_files_end_the_middle_of_a_file(middle: str, write_gguf: Any, tmp_path: Path) -> None:
+    """Tokens before the next file, whatever their type; only in a vocabulary for filling in."""
+    names = [*FILE_END_TOKENS, "<other>"]
+    assert names_of(gguf_tokenizer(write_gguf, names)) == set()
+    for kind in (CONTROL, USER_DEFINED):
+        tokenizer = gguf_tokenizer(write_gguf, [*names, middle], kind)
+        assert names_of(tokenizer) == FILE_END_TOKENS.keys()
+    for special in (True, False):
+        tokenizer = folder_tokenizer(tmp_path, [*names, middle], special=special)
+        assert names_of(tokenizer) == FILE_END_TOKENS.keys()
+    listed = {"eos_token_id": [256]}
+    tokenizer = folder_tokenizer(tmp_path, [*names, middle], generation_config=listed)
+    assert names_of(tokenizer) == {names[0]}, "a list of ids replaces the names"
+
+
+def test_a_text_model_ends_at_its_own_list(tmp_path: Path) -> None:
+    """The list of a multimodal model is in text_config, or in both configurations."""
+    names = ["<|im_end|>", "<a>", "<b>"]
+    cases: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = [
+        ({"text_config": {"eos_token_id": [257, 258]}}, {}, {"<a>", "<b>"}),
+        ({"eos_token_id": None, "text_config": {"eos_token_id": [257]}}, {}, {"<a>"}),
+        ({"text_config": {"eos_token_id": 257}}, {}, {"<a>", "<|im_end|>"}),
+        ({"text_config": {"eos_token_id": 257}}, {"eos_token_id": [258]}, {"<a>", "<b>"}),
+        ({"text_config": {}}, {"eos_token_id": [257, 258]}, {"<a>", "<b>"}),
+    ]
+    for config, generation, ends in cases:
+        tokenizer = folder_tokenizer(tmp_path, names, config=config, generation_config=generation)
+        assert names_of(tokenizer) == ends
 
 
 def test_gpt_oss_of_a_gguf_file_ends_at_a_call(write_gguf: Any) -> None:
