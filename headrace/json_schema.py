@@ -4,8 +4,10 @@
 refuses or drops keywords that no grammar can enforce.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.errors import RequestError
@@ -57,7 +59,7 @@ def enforceable(schema: Mapping[str, Any], field: str, *, strict: bool = True) -
     if `strict` for a keyword that no grammar enforces; else it drops the keyword.
     """
     _check_references(schema, field)
-    reader = _Reader(strict)
+    reader = _Reader(strict, schema)
     result = reader.read(schema, field)
     if not strict:
         own = result.get("x-guidance")
@@ -89,8 +91,8 @@ def subschemas(schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapp
 
 
 class _Reader:
-    def __init__(self, strict: bool) -> None:
-        self._strict = strict
+    def __init__(self, strict: bool, root: Mapping[str, Any]) -> None:
+        self._strict, self._root = strict, root
         self.dropped: list[str] = []
 
     def read(self, schema: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -102,6 +104,8 @@ class _Reader:
                     self._drop(path, name)
                 del result[name]
         self._read_text(result, path)
+        if not self._strict and self._may_overlap(result.get("oneOf")):
+            self.dropped.append(f"{path}.oneOf (read as anyOf)")
         _clamp(result, path)
 
         for name in _MAPS:
@@ -122,6 +126,22 @@ class _Reader:
 
     def _value(self, value: Any, path: str) -> Any:
         return self.read(value, path) if isinstance(value, Mapping) else value
+
+    def _may_overlap(self, schemas: Any) -> bool:
+        """Whether a value may match several of these schemas, as far as types and constants say."""
+        if not isinstance(schemas, list):
+            return False
+        found = [self._resolved(schema) for schema in schemas]
+        return not all(_are_apart(a, b) for a, b in combinations(found, 2))
+
+    def _resolved(self, schema: Any) -> Mapping[str, Any]:
+        for _ in range(_MAX_CHAIN):
+            reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+            target = _resolve(self._root, reference) if isinstance(reference, str) else None
+            if target is None:
+                break
+            schema = target
+        return schema if isinstance(schema, Mapping) else {}
 
     def _read_text(self, result: dict[str, Any], path: str) -> None:
         form = result.get("format")
@@ -146,6 +166,43 @@ class _Reader:
                 "set strict to false to drop what cannot be enforced"
             )
         self.dropped.append(f"{path}.{keyword}")
+
+
+def _are_apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether types, constants, or constants of a required property tell two schemas apart."""
+    types = [_types(schema) for schema in (a, b)]
+    if all(types) and types[0].isdisjoint(types[1]):
+        return True
+    constants = [_constants(schema) for schema in (a, b)]
+    if all(constants) and set(constants[0]).isdisjoint(constants[1]):
+        return True
+    for name in set(_required(a)) & set(_required(b)):
+        values = [_constants(schema["properties"][name]) for schema in (a, b)]
+        if all(values) and set(values[0]).isdisjoint(values[1]):
+            return True
+    return False
+
+
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    """The types of a schema, with `number` for an integer; empty if it has any type."""
+    kinds = schema.get("type")
+    listed = kinds if isinstance(kinds, list) else [kinds]
+    return {"number" if kind == "integer" else str(kind) for kind in listed if kind is not None}
+
+
+def _constants(schema: Any) -> list[str]:
+    """The only values of a schema, as JSON."""
+    if not isinstance(schema, Mapping):
+        return []
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return [json.dumps(value, sort_keys=True) for value in values] if values else []
+
+
+def _required(schema: Mapping[str, Any]) -> list[str]:
+    names, properties = schema.get("required"), schema.get("properties")
+    if not isinstance(names, list) or not isinstance(properties, Mapping):
+        return []
+    return [name for name in names if isinstance(name, str) and name in properties]
 
 
 def _empty(name: str, *values: Any) -> Callable[[Mapping[str, Any]], bool]:

@@ -14,6 +14,8 @@ from headrace.checkpoint.tokenizer import Tokenizer, Vocabulary, library_calls
 from headrace.checkpoint.tokenizer_growth import check_growth
 from headrace.errors import ModelNotFoundError, UnsupportedModelError
 
+_OTHERS = ("tekken.json", "tokenizer.model", "tokenizer.model.v3", "vocab.json", "vocab.txt")
+"""Files of other tokenizers, of which errors name the first."""
 _FILE = "tokenizer.json"
 _MAX_BYTES = 256 << 20
 
@@ -22,9 +24,10 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
     """Raises ModelNotFoundError, FormatError or UnsupportedModelError."""
     path = find(folder, _FILE)
     if path is None:
+        other = next((f"{name} is not read; " for name in _OTHERS if find(folder, name)), "")
         raise ModelNotFoundError(
-            f"{folder}: no {_FILE}; other tokenizer files are not supported, so save a fast "
-            "tokenizer"
+            f"{folder}: no {_FILE}; {other}download {_FILE} from the repository, or save it with "
+            "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
     text = read_file(path, _MAX_BYTES).removeprefix(codecs.BOM_UTF8)
     config, model_config, generation = (

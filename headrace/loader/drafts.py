@@ -87,7 +87,7 @@ def open_draft_checkpoints(
         _check_vocabulary(config.draft_model, draft, tokenizer)
         draft = _with_vocab_size(draft, target.spec.vocab_size)
     if "medusa" in methods and config.medusa_heads:
-        heads = read_heads(Path(config.medusa_heads), target.spec)
+        heads = read_heads(Path(config.medusa_heads), target.spec, tokenizer.vocab_size)
     return DraftCheckpoints(draft, heads)
 
 
@@ -148,11 +148,12 @@ def first_layers(target: Checkpoint, layers: int) -> Program:
     return trace_model(target.spec.first_layers(layers), target.tensors)
 
 
-def read_heads(path: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
+def read_heads(path: Path, spec: ModelSpec, num_tokens: int) -> dict[str, StoredTensor]:
     """Read Medusa heads from a safetensors file, under the names of this engine.
 
     Each head i has `{i}.0.linear.weight` [dim, dim], `{i}.0.linear.bias` [dim] and
-    `{i}.1.weight` [vocab, dim]. The names in the file may start with `medusa_head.`.
+    `{i}.1.weight` [vocab, dim], which may be padded to another number of rows, from `num_tokens`
+    on. The names in the file may start with `medusa_head.`.
     Raises ModelNotFoundError if there is no file, and FormatError if a tensor is
     missing, unknown or of a wrong shape.
     """
@@ -182,6 +183,8 @@ def read_heads(path: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
             f"{', '.join(wrong)}; choose heads of Medusa-1 for this model"
         )
     for name, shape in expected.items():
+        if name.endswith(".1.weight"):
+            stored[name] = _padded_head(stored[name], num_tokens, spec.vocab_size)
         if stored[name].shape != shape:
             raise FormatError(
                 f"{path.name}: tensor {name} has shape {list(stored[name].shape)}, but this "
@@ -190,6 +193,13 @@ def read_heads(path: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
     return {
         f"medusa.{name}": replace(tensor, name=f"medusa.{name}") for name, tensor in stored.items()
     }
+
+
+def _padded_head(tensor: StoredTensor, num_tokens: int, size: int) -> StoredTensor:
+    """Cut or pad the matrix of a head to `size` rows; padding draws no accepted token."""
+    if len(tensor.shape) != 2 or not num_tokens <= tensor.rows != size:
+        return tensor
+    return tensor.take(tensor.name, np.minimum(np.arange(size), tensor.rows - 1))
 
 
 def _check_vocabulary(name: str, draft: Checkpoint, tokenizer: Tokenizer) -> None:

@@ -15,7 +15,7 @@ from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.checkpoint.tokenizer_gguf import tokenizer_from_gguf
 from headrace.checkpoint.tokenizer_hf import tokenizer_from_folder
-from headrace.errors import FormatError, RequestError
+from headrace.errors import FormatError, ModelNotFoundError, RequestError
 from tests.checkpoint.conftest import byte_alphabet
 from tests.tokenizer_parity import ChangedMetadata
 
@@ -197,3 +197,15 @@ class TestFolders:
         tokenizer = tokenizer_from_folder(tmp_path)
         assert (tokenizer.bos_token, tokenizer.eos_token) == (bos, eos)
         assert tokenizer.eos_ids == {257}
+
+
+@pytest.mark.parametrize("other", ["", "tekken.json", "tokenizer.model"])
+def test_a_folder_without_a_fast_tokenizer_says_where_it_is(tmp_path: Path, other: str) -> None:
+    if other:
+        (tmp_path / other).write_text("{}")
+    with pytest.raises(ModelNotFoundError) as error:
+        tokenizer_from_folder(tmp_path)
+    advice = (
+        f"no tokenizer.json; {other + ' is not read; ' if other else ''}download tokenizer.json"
+    )
+    assert advice in str(error.value)

@@ -213,7 +213,35 @@ def test_errors_name_the_path(schema: dict[str, Any], message: str) -> None:
 
 
 def test_lenient_schemas_read_one_of_as_any_of() -> None:
-    assert written(StructuredOutputs(json=OVERLAPPING, strict=False), 1) is not None
+    outputs = StructuredOutputs(json=OVERLAPPING, strict=False)
+    assert written(outputs, 1) is not None
+    assert outputs.dropped == ("json.properties.a.oneOf (read as anyOf)",)
+
+
+KINDS = [record(kind={"const": name}) for name in ("cat", "dog")]
+
+
+@pytest.mark.parametrize(
+    ("schemas", "is_listed"),
+    [
+        ([TEXT, {"type": "null"}, {"type": "integer"}], False),
+        ([{"const": 1}, {"enum": [2, "a"]}], False),
+        (KINDS, False),
+        ([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], False),
+        ([TEXT, TEXT | {"maxLength": 3}], True),
+        ([{"enum": [1, 2]}, {"const": 2}], True),
+        ([KINDS[0], record(b=TEXT)], True),
+        ([{"$ref": "#/$defs/a"}, KINDS[0]], True),
+        ([TEXT, {}], True),
+    ],
+)
+def test_only_alternatives_that_may_overlap_are_listed(
+    schemas: list[dict[str, Any]], is_listed: bool
+) -> None:
+    schema = record(a={"oneOf": schemas}) | {"$defs": dict(zip("ab", KINDS, strict=True))}
+    dropped = enforceable(schema, "json", strict=False).dropped
+    assert dropped == (("json.properties.a.oneOf (read as anyOf)",) if is_listed else ())
+    assert enforceable(schema, "json").dropped == ()
 
 
 def test_an_enforceable_schema_is_unchanged() -> None:

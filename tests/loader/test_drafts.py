@@ -201,7 +201,7 @@ class TestMedusaHeads:
     def read(self, model: Path, stored: dict[str, Any]) -> dict[str, Any]:
         file = model.with_name("heads.safetensors")
         save_file(stored, file)
-        return read_heads(file, open_checkpoint(model).spec)
+        return read_heads(file, open_checkpoint(model).spec, VOCAB - 2)
 
     def test_medusa_heads_with_and_without_a_prefix(self, model: Path) -> None:
         plain = self.read(model, heads())
@@ -215,6 +215,14 @@ class TestMedusaHeads:
         )
         assert prefixed.keys() == plain.keys()
 
+    @pytest.mark.parametrize("rows", [VOCAB - 2, VOCAB + 5])
+    def test_medusa_heads_of_another_padding(self, model: Path, rows: int) -> None:
+        own = np.arange(rows * SHAPE["dim"], dtype=np.float16).reshape(rows, -1) / 4096
+        found = self.read(model, heads(**{"1.1.weight": own}))["medusa.1.1.weight"]
+        assert found.shape == (VOCAB, SHAPE["dim"])
+        kept = min(rows, VOCAB)
+        np.testing.assert_array_equal(found.dequantise()[:kept], own[:kept])
+
     @pytest.mark.parametrize(
         ("change", "message"),
         [
@@ -226,6 +234,10 @@ class TestMedusaHeads:
             (
                 {"0.1.linear.weight": np.zeros((2, 2), np.float16)},
                 "tensors 0.1.linear.weight, 3.0.linear.bias, 3.0.linear.weight",
+            ),
+            (
+                {"2.1.weight": np.zeros((VOCAB - 3, SHAPE["dim"]), np.float16)},
+                f"tensor 2.1.weight has shape [{VOCAB - 3}, {SHAPE['dim']}], but this model needs",
             ),
             (
                 {"2.1.weight": np.zeros((VOCAB, 3), np.float16)},
