@@ -9,7 +9,8 @@ import pytest
 from headrace.checkpoint.template_text import INSERTED, LITERAL, TracedText, concat, origins
 from headrace.checkpoint.template_worker import _Refusal, render
 from headrace.messages import normalise_messages
-from tests.checkpoint.test_template_families import CHATS, DOCUMENTS, KINDS, TOOLS
+from tests.chat_templates import DOCUMENTS, KINDS, TOOLS
+from tests.checkpoint.test_template_families import CHATS
 from tests.checkpoint.test_templates import CHATML, LLAMA3
 
 TEMPLATES = KINDS | {"CHATML": CHATML, "LLAMA3": LLAMA3}

@@ -9,6 +9,7 @@ from typing import Any
 from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.templates import Renderer
 from headrace.prompts import PromptReader
+from tests.chat_templates import CHATS, KINDS
 from tests.checkpoint.test_templates import CHAT, CHATML, LLAMA3, TOOLS
 from tests.fuzz.files import scratch, tiny_gguf
 from tests.fuzz.mutate import mutate_bytes, mutate_json
@@ -67,7 +68,7 @@ def reader_parts() -> tuple[Any, Renderer]:
 
 
 def case(rng: random.Random) -> bytes:
-    template = rng.choice([CHATML, LLAMA3])
+    template = rng.choice([CHATML, LLAMA3, *KINDS.values()])
     for _ in range(rng.randint(1, 3)):
         starts = [0, len(template), *(match.start() for match in re.finditer("{[{%]", template))]
         at = rng.choice(starts) if rng.random() < 0.9 else rng.randrange(len(template))
@@ -83,9 +84,11 @@ def case(rng: random.Random) -> bytes:
         "add_generation_prompt": True,
         "chat_template_kwargs": {"enable_thinking": False},
     }
-    messages = [dict(message) for message in CHAT]
+    messages = [dict(message) for message in rng.choice([CHAT, *CHATS.values()])]
     if rng.random() < 0.5:
-        messages[rng.randrange(len(messages))]["content"] += rng.choice(_CONTENTS)
+        message = rng.choice(messages)
+        if isinstance(message["content"], str):
+            message["content"] += rng.choice(_CONTENTS)
     conversation = {"messages": messages, "options": options if rng.random() < 0.5 else {}}
     changed = (
         mutate_json(rng, conversation) if rng.random() < 0.3 else json.dumps(conversation).encode()
