@@ -252,11 +252,12 @@ class PromptReader:
         context = self.max_model_len
         size = len(text.encode(errors="surrogatepass"))
         if not size:
-            raise RequestError("the prompt is empty")
+            raise RequestError("the prompt is empty; give at least one token")
         # Reject a text that cannot fit before tokenising it, which takes time in its length.
         if size > context and size > context * self._max_token_bytes:
             raise RequestError(
-                f"the prompt has {size:,} bytes, more than a context of {context:,} tokens can hold"
+                f"the prompt has {size:,} bytes, more than a context of {context:,} tokens can "
+                "hold; shorten it"
             )
 
     @cached_property

@@ -64,7 +64,8 @@ def read_adapter(path: Path, spec: ModelSpec) -> Adapter:
 
 def _without_names(path: Path, spec: ModelSpec, maker: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{path.name}: {maker} names of the modules of a {spec.architecture} model are unknown"
+        f"{path.name}: {maker} names of the modules of a {spec.architecture} model are "
+        "unknown; merge the adapter with the tool that trained it and load the merged model"
     )
 
 
@@ -203,7 +204,8 @@ class _Placement:
             if len(indices) != len(values) or max(indices, default=0) >= num_tokens:
                 raise FormatError(
                     f"{parts.where}: {module} has {len(values):,} rows for {len(indices):,} tokens "
-                    f"up to {max(indices, default=0):,}, and the model has {num_tokens:,} tokens"
+                    f"up to {max(indices, default=0):,}, and the model has {num_tokens:,} "
+                    "tokens; load the model that it was trained for"
                 )
             rows = TokenRows(np.array(indices, np.int64), values)
         return replace(own, rows=rows, delta=delta or own.delta, col_norms=norms)
@@ -231,7 +233,8 @@ class _Placement:
     def _check_size(self, size: int, needed: int, what: str, unit: str) -> None:
         if size != needed:
             raise FormatError(
-                f"{self._parts.where}: {what} has {size:,} {unit}, but the model needs {needed:,}"
+                f"{self._parts.where}: {what} has {size:,} {unit}, but the model needs "
+                f"{needed:,}; load the model that it was trained for"
             )
 
     def _check_all_used(self) -> None:
@@ -250,7 +253,8 @@ class _Placement:
                 if (kind, module) not in self._used:
                     raise UnsupportedModelError(
                         f"{parts.where}: {module[:200]} ({kind}) is not a module of a "
-                        f"{self._spec.architecture} model with {self._spec.num_layers} layers"
+                        f"{self._spec.architecture} model with {self._spec.num_layers} layers; "
+                        "load the model that it was trained for"
                     )
 
 

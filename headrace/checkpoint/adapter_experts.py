@@ -84,7 +84,7 @@ def peft_stacks(
             raise FormatError(
                 f"{where}: {nested[0][:200]} has matrices {list(a.shape)} and {list(b.shape)}, "
                 f"which are not of {' or '.join(names)} of {count:,} experts of {spec.dim:,} by "
-                f"{spec.experts.ffn_dim:,}; the adapter is of another model"
+                f"{spec.experts.ffn_dim:,}; load the model that it was trained for"
             )
         layer = layer_of(module, where)
         for parameter, each in zip(order, made, strict=True):
@@ -159,7 +159,8 @@ def expert_delta(
     if (stack.down.shape[2], stack.up.shape[1]) != (cols, rows) or expert >= len(stack.down):
         raise FormatError(
             f"{where}: {stack.name[:200]} has matrices {list(stack.down.shape)} and "
-            f"{list(stack.up.shape)}, but the model's experts are {rows:,} by {cols:,}"
+            f"{list(stack.up.shape)}, but the model's experts are {rows:,} by {cols:,}; "
+            "load the model that it was trained for"
         )
     up = stack.up[expert]
     if key[1] == "gate_up":

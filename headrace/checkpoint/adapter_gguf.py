@@ -35,7 +35,7 @@ def read_gguf_adapter(path: Path, architectures: tuple[str, ...]) -> AdapterPart
     if not is_adapter(metadata):
         raise UnsupportedModelError(
             f"{path.name}: the file is a model, not an adapter (general.type = "
-            f"{str(metadata.get('general.type'))[:40]})"
+            f"{str(metadata.get('general.type'))[:40]}); load it as the model"
         )
     if metadata.get("adapter.type") != "lora":
         raise metadata.unsupported("adapter.type", "; lora is")
@@ -45,7 +45,7 @@ def read_gguf_adapter(path: Path, architectures: tuple[str, ...]) -> AdapterPart
     if architecture not in architectures:
         raise UnsupportedModelError(
             f"{path.name}: the adapter is for a {architecture[:40]} model, and the model is "
-            f"{' or '.join(architectures)}"
+            f"{' or '.join(architectures)}; load the model that it was trained for"
         )
     parts = AdapterParts(where=path.name)
     pairs: dict[str, dict[str, Floats]] = {}
@@ -62,7 +62,8 @@ def read_gguf_adapter(path: Path, architectures: tuple[str, ...]) -> AdapterPart
         if match is None or len(tensor.shape) != 2:
             raise UnsupportedModelError(
                 f"{path.name}: tensor {name} {list(tensor.shape)} is not a low-rank matrix of a "
-                "linear layer or an embedding"
+                "linear layer, experts or an embedding; merge the adapter with llama.cpp "
+                "(llama-export-lora) and load the merged model"
             )
         pairs.setdefault(match["module"], {})[match["part"]] = tensor.dequantise()
     if not pairs and not parts.weights and not stacked:

@@ -59,7 +59,10 @@ def read_mlx(path: Path, config: JsonFields, embeddings: frozenset[str]) -> Adap
             continue
         match = _NAME.fullmatch(full_name)
         if match is None:
-            raise FormatError(f"{TENSORS}: tensor {full_name[:200]} is not a part of an adapter")
+            raise FormatError(
+                f"{TENSORS}: tensor {full_name[:200]} is not a part of an "
+                "adapter; save the adapter again with mlx-lm"
+            )
         module, part = plain_name(match["module"]), match["part"]
         if (module, part) in found:
             raise FormatError(f"{TENSORS}: two tensors are {part} of {module[:200]}")

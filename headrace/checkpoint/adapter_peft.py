@@ -194,7 +194,7 @@ def _check(config: JsonFields) -> None:
             ": it changes the model's own weights; convert the adapter to a plain LoRA with PEFT",
         )
     if config.get("bias") not in _BIASES:
-        raise config.unsupported("bias", "; none, all and lora_only are")
+        raise config.unsupported("bias", "; leave it out, or use all or lora_only")
     for key in config:
         if key not in _READ and key not in _INERT and config.get(key) not in _NO_EFFECT:
             raise config.unsupported(
@@ -248,7 +248,8 @@ def _check_parts(config: JsonFields, parts: AdapterParts, extra: set[str]) -> No
     if odd := sorted(adapted - with_norms if uses_dora else with_norms):
         state = "no magnitude vector" if uses_dora else "a magnitude vector"
         raise FormatError(
-            f"{TENSORS}: {odd[0][:200]} has {state}, and {CONFIG} has use_dora = {uses_dora}"
+            f"{TENSORS}: {odd[0][:200]} has {state}, and {CONFIG} has use_dora = {uses_dora}; "
+            "save the adapter again with PEFT"
         )
     for name in _strings(config, "modules_to_save"):
         module = plain_name(name)

@@ -87,10 +87,12 @@ def member(folder: Path, name: str) -> Path:
         if parent.name == "snapshots"
     ]
     if target.parent not in allowed:
-        raise FormatError(f"{folder.name}: {name} is a link that leaves the folder")
+        raise FormatError(
+            f"{folder.name}: {name} is a link that leaves the folder; copy the file into the folder"
+        )
     # realpath stops inside a circle of links.
     if target.is_symlink():
-        raise FormatError(f"{folder.name}: {name} is a circular link")
+        raise FormatError(f"{folder.name}: {name} is a circular link; replace it with the file")
     return path
 
 
@@ -126,7 +128,7 @@ def _opened(path: Path) -> Iterator[tuple[int, int]]:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise FormatError(f"{path.name}: not a regular file")
+            raise FormatError(f"{path.name}: not a regular file; name a file or a folder")
         if os.pread(descriptor, len(_LFS_POINTER), 0) == _LFS_POINTER:
             raise FormatError(
                 f"{path.name}: a pointer of Git LFS ({status.st_size:,} bytes), not the file "

@@ -111,7 +111,10 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
             "model to safetensors"
         )
     else:
-        raise ModelNotFoundError(f"{folder}: no safetensors file")
+        raise ModelNotFoundError(
+            f"{folder}: no safetensors file; download the *.safetensors files, or take a "
+            "GGUF file of the model"
+        )
     return _read_shards(folder, shards, shard_of)
 
 
@@ -130,7 +133,8 @@ def _numbered(folder: Path, names: Sequence[str]) -> list[str]:
     models = {(match["stem"], match["count"]) for match in matches}
     if len(models) != 1:
         raise FormatError(
-            f"{folder.name}: several safetensors files but no {_INDEX}: {', '.join(names[:8])}"
+            f"{folder.name}: several safetensors files but no {_INDEX}: {', '.join(names[:8])}; "
+            f"download {_INDEX} too"
         )
     ((stem, count),) = models
     return [

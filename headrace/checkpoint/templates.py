@@ -116,7 +116,9 @@ class Renderer:
             )
         reserved_names = names.keys() | {"bos_token", "eos_token"}
         if reserved := sorted(reserved_names & more_names.keys()):
-            raise RequestError(f"chat_template_kwargs may not replace {', '.join(reserved)}")
+            raise RequestError(
+                f"chat_template_kwargs may not replace {', '.join(reserved)}; leave them out"
+            )
 
         request = _frame(
             {
@@ -131,7 +133,7 @@ class Renderer:
         if len(request) > _MAX_REQUEST:
             raise RequestError(
                 f"the conversation has {len(request):,} bytes, more than the limit of "
-                f"{_MAX_REQUEST:,}"
+                f"{_MAX_REQUEST:,}; shorten the conversation"
             )
         self._leave_parent()
         with self._lock:
@@ -186,7 +188,9 @@ class Renderer:
             -signal.SIGXCPU: f"took more than {_SECONDS} s",
         }
         reason = reasons.get(code, f"ended the process that renders it, with code {code}")
-        raise RequestError(f"the chat template {reason}")
+        raise RequestError(
+            f"the chat template {reason}; shorten the conversation, or choose a simpler template"
+        )
 
 
 class _Worker:
@@ -242,7 +246,10 @@ class _Worker:
                 poll.register(self._stdin, select.POLLOUT)
             ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
             if not ready:
-                raise RequestError(f"the chat template took more than {_PATIENCE:g} s")
+                raise RequestError(
+                    f"the chat template took more than {_PATIENCE:g} s; try again when the "
+                    "machine is less busy, or shorten the conversation"
+                )
             if self._stdin in ready:
                 self._send()
                 poll.unregister(self._stdin)

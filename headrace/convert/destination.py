@@ -39,7 +39,9 @@ def atomic_output(out: Path) -> Iterator[Path]:
                 _sync(path)
             os.rename(scratch, out)
         except OSError as error:
-            raise HeadraceError(f"{out}: {error.strerror or error}") from error
+            raise HeadraceError(
+                f"{out}: {error.strerror or error}; choose another place for the output"
+            ) from error
     finally:
         if scratch.is_dir():
             shutil.rmtree(scratch, ignore_errors=True)

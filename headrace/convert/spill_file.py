@@ -40,6 +40,7 @@ class SpillFile:
             self._file.flush()
         except OSError as error:
             raise HeadraceError(
-                f"a temporary file in {tempfile.gettempdir()}: {error.strerror or error}"
+                f"a temporary file in {tempfile.gettempdir()}: {error.strerror or error}; "
+                "free space there, or set TMPDIR to another folder"
             ) from error
         self._shapes.append(rows.shape)

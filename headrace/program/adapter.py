@@ -185,7 +185,8 @@ def with_own_weights(program: Program, own: Mapping[str, StoredTensor]) -> Progr
     result = replace(program, ops=tuple(map(changed, program.ops)))
     if unused := sorted(named.keys() - result.weights.keys()):
         raise UnsupportedModelError(
-            f"the adapter has {unused[0].removesuffix(_OWN)}, which the model does not use"
+            f"the adapter has {unused[0].removesuffix(_OWN)}, which the model does not "
+            "use; load the model that it was trained for"
         )
     return result
 

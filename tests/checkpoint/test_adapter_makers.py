@@ -365,7 +365,7 @@ def test_refused_experts(tmp_path: Path) -> None:
     module = "model.layers.1.mlp.experts"
     pair = {f"{module}.lora_A.weight": matrix(6, 9), f"{module}.lora_B.weight": matrix(DIM, 6)}
     for names, error, message in (
-        (["mlp.experts.down_proj"], FormatError, "of another model"),
+        (["mlp.experts.down_proj"], FormatError, "load the model that it was trained for"),
         (["mlp.experts.magic"], UnsupportedModelError, "target_parameters has magic"),
         (["mlp.experts.down_proj", "mlp.experts.gate_up_proj"], FormatError, "lacks matrices of"),
         ([], UnsupportedModelError, "target_parameters has no parameter"),

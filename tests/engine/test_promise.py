@@ -15,7 +15,6 @@ from headrace.backend_traits import KvDtype, traits_of
 from headrace.engine.engine import Engine
 from headrace.model.spec import ExpertSpec, MlaSpec, ModelSpec, RopeSpec
 from headrace.outputs import Logprobs, RequestOutput
-from headrace.request import RequestOptions
 from headrace.sampling_params import SamplingParams
 from headrace.speculation.proposers import PROPOSERS, REQUIRED_OPTION
 from tests.draft_engines import draft_engine
@@ -228,14 +227,10 @@ def keeps_the_promise(
     exact: bool,
     requests: list[Ask] = REQUESTS,
 ) -> None:
-    """Serve the requests, `stagger` steps apart, and compare updates and results.
-
-    In an odd number of requests every second one is more urgent, and may preempt.
-    """
+    """Serve the requests, `stagger` steps apart, and compare updates and results."""
     updates, ids = [], []
-    for number, request in enumerate(order):
-        options = RequestOptions(priority=-(number % 2) * (len(order) % 2))
-        ids.append(engine.add_request(*requests[request], options))
+    for request in order:
+        ids.append(engine.add_request(*requests[request]))
         for _ in range(stagger):
             updates += engine.step()
     updates += drain(engine)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from headrace.convert.merge_adapter import merged
 from headrace.convert.source_model import open_source_model
 from headrace.errors import FormatError, ModelError, ModelNotFoundError, UnsupportedModelError
 from headrace.model import trace_model
+from headrace.quant.encode import encode
+from headrace.quant.formats import FORMATS, StoredTensor
 from tests.backend.batches import Sequence, batch_of
 from tests.families import VARIANTS, VOCAB, logits_of, save_model
 
@@ -443,3 +446,23 @@ def test_adapters_of_single_experts(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "model"), tmp_path / "adapter", "reference", 1
     )
     assert distance(with_it, want) < 1e-4 < distance(without, want)
+
+
+def test_experts_of_a_quantised_model(tmp_path: Path) -> None:
+    """Experts that change become bf16, and all others of their layer with them."""
+    variant, options = OWN["gates and ups of experts"]
+    save_adapter(save_model(variant, tmp_path / "model"), tmp_path / "adapter", **options)
+    checkpoint = open_checkpoint(tmp_path / "model")
+    quantised = {
+        name: in_q8_0(name, tensor) if ".experts." in name else tensor
+        for name, tensor in checkpoint.tensors.items()
+    }
+    checkpoint = replace(checkpoint, tensors=quantised)
+    want, without = our_logits(checkpoint, tmp_path / "adapter", "reference", 1)
+    got, _ = our_logits(checkpoint, tmp_path / "adapter", "cpu", 1)
+    assert distance(got, want) < 0.03 < distance(want, without)
+
+
+def in_q8_0(name: str, tensor: StoredTensor) -> StoredTensor:
+    data = encode("Q8_0", tensor.dequantise())
+    return StoredTensor.from_bytes(name, FORMATS["Q8_0"], tensor.shape, data)

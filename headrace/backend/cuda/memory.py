@@ -34,7 +34,10 @@ def free_memory() -> int | None:
     try:
         free, _ = torch.cuda.mem_get_info(DEVICE)
     except RuntimeError as error:  # the first use of the GPU: it may be busy, or full
-        raise RequestError(f"the GPU cannot be used: {str(error).splitlines()[0]}") from None
+        raise RequestError(
+            f"the GPU cannot be used: {str(error).splitlines()[0]}; "
+            "stop other programs on it, or choose backend cpu"
+        ) from None
     return (
         int(free)
         + int(torch.cuda.memory_reserved(DEVICE))

@@ -209,7 +209,8 @@ def _read(values: dict[str, Any]) -> Tokenizer:
             return tokenizer_from_gguf(read_gguf(Path(file.name)).metadata)
     except OSError as error:
         raise HeadraceError(
-            f"a temporary file in {tempfile.gettempdir()}: {error.strerror or error}"
+            f"a temporary file in {tempfile.gettempdir()}: {error.strerror or error}; "
+            "free space there, or set TMPDIR to another folder"
         ) from error
     except HeadraceError as error:
         raise _refusal(error.reason) from error
