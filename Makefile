@@ -21,7 +21,7 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
 export HEADRACE_ISAS ?= native
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help run test test-api test-arm test-clients test-dashboard test-cuda test-page test-ray test-tokenizers test-triton soak soak-server soak-route soak-ranks cli fuzz gguf sanitize mutate lint format \
+.PHONY: help run test test-api test-arm test-agents test-clients test-dashboard test-cuda test-page test-ray test-tokenizers test-triton soak soak-server soak-route soak-ranks cli fuzz gguf sanitize mutate lint format \
 	bench bench-cuda cuda-bundle micro docs wheel clean
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo 'make test    all tests'
 	@echo 'make test-api CASES=$(CASES) requests made of /openapi.json, by every field of every route; SEED=1: others'
 	@echo 'make test-arm the kernels compiled for aarch64, under qemu: Debian, with g++-aarch64-linux-gnu and qemu-user'
+	@echo 'make test-agents the loop of an agent with Qwen2.5-Coder-0.5B-Instruct, which calls tools by itself: QWEN=FILE'
 	@echo 'make test-clients clients of others against running servers: openai, anthropic, litellm, langchain, llm'
 	@echo 'make test-dashboard each query of deploy/grafana.json against a running Prometheus: Debian'"'"'s package `prometheus`'
 	@echo 'make test-cuda the tests of the GPU backend on a GPU, and what it promises, tried in real dimensions: benchmarks/cuda/checks.py'
@@ -70,6 +71,9 @@ test-arm: .venv/.test
 	$(BIN)/python -m tests.arm $(TESTS)
 
 # Each client has a virtual environment of its own below .clients, made once.
+test-agents: .venv/.test
+	HEADRACE_QWEN=$(QWEN) $(BIN)/python -m pytest tests/server/test_agent_loop.py
+
 test-clients: .venv/.test
 	$(BIN)/python -m tests.clients
 

@@ -71,6 +71,11 @@ class EngineConfig:
     computes three times as much. The forms round differently, so tokens may differ.
     """
 
+    chat_template: str = ""
+    """Jinja file with a chat template, or its text, in place of the model's own
+    templates; empty: the model's own.
+    """
+
     kv_blocks: int = 0
     """KV blocks of the layers with the widest attention window; other layers get the
     number that these sequences can need. 0: enough for `max_num_seqs` sequences of full

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import logging
 import math
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -24,6 +25,9 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 _ASKED = ("system", "developer", "user")
 """Roles of what a client asks. Other messages are earlier results, which it only sends again."""
 _ROLES = "system, user, assistant or tool"
+_VOLATILE = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
+"""A first line of the system prompt of Claude Code, with a number that changes in every request.
+Without the line, the prefix cache knows the rest of the prompt."""
 _log = logging.getLogger("headrace.messages")
 
 
@@ -128,6 +132,8 @@ def _message(given: Any, place: str) -> dict[str, Any]:
         raise MessageError(f"{place}.role", f"{reason}; use {_ROLES}")
     _convert_tool_calls(message, place)
     _convert_content(message, f"{place}.content")
+    if role in ("system", "developer"):
+        _drop_volatile_line(message)
     _name_reasoning(message)
     return message
 
@@ -227,6 +233,16 @@ def _convert_content(message: dict[str, Any], field: str) -> None:
     elif not isinstance(content, str):
         raise MessageError(field, f"must be text or a list of parts, not {type(content).__name__}")
     message["content"] = content or ""
+
+
+def _drop_volatile_line(message: dict[str, Any]) -> None:
+    content = message.get("content")
+    if isinstance(content, str):
+        found = _VOLATILE.match(content)
+        message["content"] = content[found.end() :] if found else content
+    elif content and (found := _VOLATILE.match(content[0]["text"])):
+        rest = content[0]["text"][found.end() :]
+        message["content"] = ([content[0] | {"text": rest}] if rest else []) + content[1:]
 
 
 def _replayed_text(part: Any, field: str) -> str:

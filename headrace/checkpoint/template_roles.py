@@ -81,9 +81,11 @@ class RoleFolds:
                 continue
             if "tool_calls" in before or self._repeats(role):
                 continue
-            notes.append(f"the chat template takes no second {role} message, so it joined {place}")
-            joined = before | message | {"content": _joined([before, message])}
-            pairs[i - 1 : i + 1] = [(joined, place)]
+            notes.append(
+                f"the chat template takes no second {role} message, so that {place} got its text"
+            )
+            both = before | message | {"content": _joined([before, message])}
+            pairs[i - 1 : i + 1] = [(both, place)]
 
     def _find_takes_system(self, role: str) -> bool:
         return _TEXT in self._probe([_message(role, _TEXT), _message("user", "qz")])

@@ -65,6 +65,12 @@ class Renderer:
         with self._lock, suppress(RequestError):
             self._ready(template)
 
+    def check(self, template: str) -> None:
+        """Raise FormatError for a malformed or forbidden template."""
+        # Many templates refuse an empty conversation.
+        with suppress(RequestError):
+            self.render(template, [], named_tokens={})
+
     def render(
         self,
         template: str,

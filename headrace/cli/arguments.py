@@ -53,6 +53,15 @@ def add_seed(group: Arguments, default: int | None, text: str) -> None:
     group.add_argument("--seed", type=int, default=default, metavar="N", help=text)
 
 
+def add_chat_template(group: Arguments) -> None:
+    group.add_argument(
+        "--chat-template",
+        default=EngineConfig.chat_template,
+        metavar="FILE",
+        help="Jinja file with a chat template, in place of the model's own",
+    )
+
+
 def add_threads(parser: Arguments) -> None:
     parser.add_argument(
         "--threads",
@@ -181,7 +190,15 @@ def add_parallel(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> "EngineOptions":
-    names = ("backend", "threads", "kv_dtype", "activations", *ROPE, *PARALLEL)
+    names = (
+        "backend",
+        "threads",
+        "kv_dtype",
+        "activations",
+        "chat_template",
+        *ROPE,
+        *PARALLEL,
+    )
     options = {name: getattr(args, name) for name in names if hasattr(args, name)}
     return cast("EngineOptions", options)
 

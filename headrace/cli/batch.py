@@ -15,6 +15,7 @@ from headrace.cli.arguments import (
     DEFAULT_MODEL,
     add_activations,
     add_backend,
+    add_chat_template,
     add_kv_dtype,
     add_parallel,
     add_rope,
@@ -43,6 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--model", default=DEFAULT_MODEL, metavar="MODEL", help="model, as for `headrace run`"
     )
+    add_chat_template(model)
     add_sanitize_control_tokens(model)
     model.add_argument(
         "--ignore-advised-sampling",

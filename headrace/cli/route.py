@@ -57,5 +57,6 @@ def run(args: argparse.Namespace) -> int:
 
     urls = worker_urls(args.workers)
     key = args.worker_key or os.environ.get("HEADRACE_WORKER_KEY", "")
-    config = engine_config({"max_model_len": args.max_model_len, "seed": args.seed})
+    options = {name: getattr(args, name) for name in ("chat_template", "max_model_len", "seed")}
+    config = engine_config(options)
     return route(args.model, config, settings_of(args), urls, key, args.worker_wait, announce)

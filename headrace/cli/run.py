@@ -27,6 +27,7 @@ from headrace.cli.arguments import (
     Arguments,
     add_activations,
     add_backend,
+    add_chat_template,
     add_kv_dtype,
     add_model,
     add_parallel,
@@ -57,6 +58,7 @@ _ENGINE_OPTIONS = (
     "threads",
     "kv_dtype",
     "activations",
+    "chat_template",
     "max_model_len",
     "attention_window",
     "attention_sinks",
@@ -117,6 +119,7 @@ def _add_prompt_options(group: Arguments) -> None:
         ("--parse-special", "with --raw: names of control tokens in the prompt as these tokens"),
     ):
         group.add_argument(name, action=argparse.BooleanOptionalAction, default=True, help=text)
+    add_chat_template(group)
     add_sanitize_control_tokens(group)
     group.add_argument(
         "--json",

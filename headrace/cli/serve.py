@@ -43,6 +43,7 @@ _ENGINE_OPTIONS = (
     "threads",
     "kv_dtype",
     "activations",
+    "chat_template",
     "max_model_len",
     "max_num_seqs",
     "kv_blocks",

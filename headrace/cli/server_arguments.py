@@ -11,6 +11,7 @@ from headrace.cli.arguments import (
     MAX_COUNT,
     MAX_SECONDS,
     Arguments,
+    add_chat_template,
     add_model,
     add_sanitize_control_tokens,
     add_seed,
@@ -87,6 +88,7 @@ def _add_model_options(group: Arguments) -> None:
         help="no sampling defaults from the model's generation_config.json",
     )
     add_seed(group, None, "base seed for requests without one (default: random at each start)")
+    add_chat_template(group)
     add_sanitize_control_tokens(group)
     add_strict_schemas(group)
     group.add_argument(

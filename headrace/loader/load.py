@@ -15,6 +15,7 @@ from headrace.config import EngineConfig
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.errors import RequestError
 from headrace.loader.backend_choice import with_backend
+from headrace.loader.chat_template import read_chat_template
 from headrace.loader.drafts import compile_draft_models, open_draft_checkpoints, target_program
 from headrace.loader.memory import default_logit_rows, draft_rows, fit_memory, step_rows
 from headrace.loader.ranks import compile_ranks, follow_if_not_rank_0
@@ -77,6 +78,13 @@ def open_model(model: str, config: EngineConfig) -> Checkpoint:
             f"max_model_len is {config.max_model_len:,}, but the model's context has "
             f"{spec.max_context:,} tokens; set max_model_len to {spec.max_context:,} or less, or "
             "stretch the context with rope_scaling and rope_scale if the model's card advises it"
+        )
+    if config.chat_template:
+        checkpoint = replace(
+            checkpoint,
+            chat_template=read_chat_template(config.chat_template),
+            tool_template=None,
+            other_templates={},
         )
     # Some models scale their rotary frequencies by the context.
     return replace(checkpoint, spec=replace(spec, context=config.max_model_len or spec.max_context))

@@ -76,7 +76,7 @@ _FLAGS = (
     "prefix_cache",
     "jump_forward",
 )
-_TEXTS = ("draft_model", "medusa_heads")
+_TEXTS = ("chat_template", "draft_model", "medusa_heads")
 _ROPE_FIELDS = {
     "type": "rope_scaling",
     "rope_type": "rope_scaling",

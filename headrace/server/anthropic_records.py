@@ -13,16 +13,23 @@ _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class Block(msgspec.Struct, frozen=True):
-    """A part of a message: text, thinking, a tool call, or a tool's result."""
+    """A part of a message: text, thinking, a tool call, a tool's result, or a source of text.
+
+    Earlier blocks may be malformed, so that only the fields of texts have strict types.
+    """
 
     type: BlockKind
     text: str | None = None
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: Any = None
     tool_use_id: str | None = None
-    content: "str | list[Block] | None" = None
+    content: Any = None
+    source: Any = None
+    title: Any = None
+    tool: Any = None
+    tool_name: Any = None
 
 
 class AnthropicMessage(msgspec.Struct, frozen=True):
@@ -33,9 +40,10 @@ class AnthropicMessage(msgspec.Struct, frozen=True):
 
 
 class AnthropicTool(msgspec.Struct, frozen=True):
-    """A function that the model may call."""
+    """A function that the model may call; tools of other types are left out."""
 
-    name: Annotated[str, msgspec.Meta(pattern=FUNCTION_NAME)]
+    type: str | None = None
+    name: Annotated[str, msgspec.Meta(pattern=FUNCTION_NAME)] | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None

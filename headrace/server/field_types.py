@@ -11,7 +11,18 @@ MAX_PROMPTS = 256
 MAX_TOOLS = 256
 MAX_TOKEN_ID = 2**31 - 1
 TEXT_KINDS = ("text", "input_text", "output_text", "reasoning_text")
-BLOCK_KINDS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+BLOCK_KINDS = (
+    "text",
+    "thinking",
+    "redacted_thinking",
+    "tool_use",
+    "tool_result",
+    "document",
+    "search_result",
+    "tool_reference",
+    "tool_addition",
+    "tool_removal",
+)
 FUNCTION_NAME = r"^[A-Za-z0-9_.\-]{1,128}$"
 ITEM_KINDS = (
     "message",

@@ -8,14 +8,11 @@ from uuid import uuid4
 import msgspec
 
 from headrace.errors import RequestError
-from headrace.messages import text_of_part
 from headrace.request import RequestOptions
 from headrace.sampling_params import SamplingParams
+from headrace.server.anthropic_content import AnthropicChat
 from headrace.server.anthropic_records import (
-    AnthropicMessage,
-    AnthropicTool,
     AnthropicToolChoice,
-    Block,
     CountTokensRequest,
     MessagesRequest,
 )
@@ -93,16 +90,7 @@ def _text_format(request: MessagesRequest, strict: bool) -> StructuredOutputs | 
 
 
 def _conversation(request: CountTokensRequest, params: SamplingParams) -> Conversation:
-    messages: list[dict[str, Any]] = []
-    places: list[str] = []
-    if request.system is not None:
-        messages.append({"role": "system", "content": _content(request.system, "system")})
-        places.append("system")
-    for i, message in enumerate(request.messages):
-        converted = _chat_messages(message, f"messages[{i}]")
-        messages += converted
-        places += [f"messages[{i}]"] * len(converted)
-
+    chat = AnthropicChat(request)
     choice, thinking = request.tool_choice, request.thinking
     effort = request.output_config.effort if request.output_config else None
     if thinking and thinking.type == "disabled":
@@ -110,10 +98,10 @@ def _conversation(request: CountTokensRequest, params: SamplingParams) -> Conver
     cache_salt = request.cache_salt if isinstance(request, MessagesRequest) else None
     return Conversation(
         model=request.model,
-        messages=messages,
-        places=places,
+        messages=chat.messages,
+        places=chat.places,
         params=params,
-        tools=[_tool(tool) for tool in request.tools or ()] or None,
+        tools=chat.tools,
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
         continue_final_message=request.messages[-1].role == "assistant",
@@ -125,67 +113,12 @@ def _conversation(request: CountTokensRequest, params: SamplingParams) -> Conver
     )
 
 
-def _tool(tool: AnthropicTool) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": tool.description or "",
-            "parameters": tool.input_schema,
-            **({} if tool.strict is None else {"strict": tool.strict}),
-        },
-    }
-
-
 def _tool_choice(choice: AnthropicToolChoice | None) -> str | dict[str, Any] | None:
     if choice is None:
         return None
     if choice.type == "tool":
         return {"type": "function", "function": {"name": choice.name}}
     return _TOOL_CHOICES[choice.type]
-
-
-def _chat_messages(message: AnthropicMessage, field: str) -> list[dict[str, Any]]:
-    if isinstance(message.content, str):
-        return [{"role": message.role, "content": message.content}]
-    results, tool_calls, texts = [], [], []
-    for i, block in enumerate(message.content):
-        match block.type:
-            case "redacted_thinking":
-                pass
-            case "tool_use":
-                function = {"name": block.name or "", "arguments": block.input or {}}
-                tool_calls.append({"id": block.id or "", "function": function})
-            case "tool_result":
-                results.append(
-                    {
-                        "role": "tool",
-                        "tool_call_id": block.tool_use_id or "",
-                        "content": _content(block.content or "", f"{field}.content[{i}].content"),
-                    }
-                )
-            case _:
-                texts.append(_part(block, f"{field}.content[{i}]"))
-
-    if results and not (texts or tool_calls):
-        return results
-    converted: dict[str, Any] = {"role": message.role, "content": texts or ""}
-    if tool_calls:
-        converted["tool_calls"] = tool_calls
-    return [*results, converted]
-
-
-def _content(content: str | list[Block], field: str) -> str | list[dict[str, Any]]:
-    if isinstance(content, str):
-        return content
-    return [_part(block, f"{field}[{i}]") for i, block in enumerate(content)]
-
-
-def _part(block: Block, field: str) -> dict[str, Any]:
-    part: dict[str, Any] = msgspec.to_builtins(block)
-    if block.type != "thinking":
-        text_of_part(part, field)
-    return part
 
 
 class _Response:
@@ -300,7 +233,9 @@ def _complete(block: dict[str, Any], text: str) -> dict[str, Any]:
         return block | {block["type"]: text}
     try:
         arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError):  # invalid or cut off: passed on as the model wrote it
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):  # invalid or cut off: passed on as the model wrote it
         arguments = {"": text}
     return block | {"input": arguments}
 

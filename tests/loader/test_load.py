@@ -1,5 +1,6 @@
 """Loading a model by its name, and errors of loading."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from headrace.backend import lower_program
 from headrace.backend_traits import BACKENDS, traits_of
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.config import OFFLINE
-from headrace.errors import MemoryLimitError, ModelNotFoundError, RequestError
+from headrace.errors import FormatError, MemoryLimitError, ModelNotFoundError, RequestError
 from headrace.loader import drafts, load
 from headrace.loader.load import load_model
 from headrace.loader.memory import default_logit_rows
@@ -149,3 +150,28 @@ class TestMemory:
 @pytest.mark.parametrize(("vocab", "rows"), [(49_152, 341), (256_000, 65), (1 << 20, 64)])
 def test_default_logit_rows_are_bounded_by_memory(vocab: int, rows: int) -> None:
     assert default_logit_rows(vocab) == rows
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_chat_template_replaces_the_models_own(model: str, tmp_path: Path, is_file: bool) -> None:
+    template = "{% for m in messages %}{{ m.content }}!{% endfor %}"
+    path = tmp_path / "chat.jinja"
+    path.write_text(template)
+    options = {"backend": "reference", "chat_template": str(path) if is_file else template}
+    with LLM(model, **options) as llm:
+        messages = [{"role": "user", "content": "hi"}]
+        assert llm.apply_chat_template(messages, tokenize=False) == "hi!"
+
+
+def test_wrong_chat_templates_raise(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "chat.jinja"
+    for given, error, message in (
+        (str(path), RequestError, "cannot be read: No such file or directory; name a Jinja file"),
+        ("{% for %}", FormatError, "chat template, line 1"),
+        (b"\xff", RequestError, "chat_template must be text"),
+    ):
+        with pytest.raises(error, match=re.escape(message)):
+            load_model(model, engine_config({"backend": "reference", "chat_template": given}))
+    path.write_bytes(b"\xff")
+    with pytest.raises(RequestError, match="it is not UTF-8 text"):
+        load_model(model, engine_config({"backend": "reference", "chat_template": str(path)}))

@@ -4,13 +4,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from headrace.checkpoint.templates import Renderer
+from headrace.prompts import PromptReader
+from headrace.server.anthropic_content import AnthropicChat
+from headrace.server.anthropic_records import MessagesRequest
 from headrace.server.responses_input import custom_input
 from tests.server.running import Reply, Running
 from tests.server.scripted_model import ScriptedModel
 from tests.server.test_messages_and_responses import named
 from tests.server.test_tool_calls import TOOLS, tools, tools_model  # noqa: F401 - fixtures
+from tests.test_messages import tiny_tokenizer
 
 USER = {"role": "user", "content": "hello"}
 ONE_VALUE = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
@@ -231,6 +237,184 @@ def test_allowed_tools_of_chat_completions(server: Running, mode: str) -> None:
     if mode == "required":
         calls = reply.json["choices"][0]["message"]["tool_calls"]
         assert {call["function"]["name"] for call in calls} == {"time"}
+
+
+READ = {"name": "read", "input_schema": ONE_VALUE}
+USE = {"type": "tool_use", "id": "1", "name": "read", "input": {"a": 1}}
+SEARCH_TOOL = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+TEXT_FILE = {"type": "text", "media_type": "text/plain", "data": "sun"}
+TEXT = {"type": "text", "text": "x"}
+PDF = {"type": "base64", "media_type": "application/pdf", "data": "eA=="}
+
+
+def result(*content: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": "1", "content": list(content)}
+
+
+def turns(*blocks: Any) -> list[Any]:
+    """A conversation that ends with the result of a call."""
+    used = {"role": "assistant", "content": [USE]}
+    return [USER, used, {"role": "user", "content": list(blocks)}]
+
+
+def addition(tool: dict[str, Any], kind: str = "tool_addition") -> dict[str, Any]:
+    return {"role": "system", "content": [{"type": kind, "tool": tool}]}
+
+
+DEFINITION = {"type": "tool_definition", "definition": READ | {"name": "late"}}
+REFERENCE = {"type": "tool_reference", "name": "read"}
+BLOCKS: dict[str, tuple[dict[str, Any], str]] = {
+    "a document": (
+        {"messages": [{"role": "user", "content": [{"type": "document", "source": TEXT_FILE}]}]},
+        "user: sun|",
+    ),
+    "a document of blocks": (
+        {
+            "messages": turns(
+                result({"type": "document", "title": "T", "source": {"content": [{"text": "x"}]}})
+            )
+        },
+        "tool: T\nx|",
+    ),
+    "a search result": (
+        {
+            "messages": turns(
+                result(
+                    {
+                        "type": "search_result",
+                        "source": "s.org",
+                        "title": "T",
+                        "content": [{"type": "text", "text": "x"}],
+                    }
+                )
+            )
+        },
+        "tool: T\ns.org\nx|",
+    ),
+    "a tool reference": (
+        {"messages": turns(result({"type": "tool_reference", "tool_name": "read"}))},
+        "tool: The tool read is available.|",
+    ),
+    "an image of a tool": (
+        {
+            "messages": turns(
+                result({"type": "image", "source": PDF}, {"type": "text", "text": "x"})
+            )
+        },
+        "tool: [image left out: this model reads only text]\nx|",
+    ),
+    "a search of the server": (
+        {
+            "tools": [SEARCH_TOOL],
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+                        {"type": "web_search_tool_result", "tool_use_id": "s", "content": [{}]},
+                        {"type": "text", "text": "found"},
+                    ],
+                },
+                USER,
+            ],
+        },
+        "user: hello|assistant: found|user: hello|",
+    ),
+    "malformed input": (
+        {"messages": [USER, {"role": "assistant", "content": [USE | {"input": [1]}]}, USER]},
+        "assistant: read {}|",
+    ),
+    "a new tool": (
+        {"messages": [USER, addition(DEFINITION)]},
+        '"name": "late"',
+    ),
+    "a tool that is there": (
+        {"messages": [USER, addition(REFERENCE)], "tools": [READ]},
+        "system: The tool read is now available.|",
+    ),
+    "a tool that goes": (
+        {"messages": [USER, addition(REFERENCE, "tool_removal")], "tools": [READ]},
+        "no longer available.|",
+    ),
+    "a billing header": (
+        {"messages": [USER], "system": "x-anthropic-billing-header: cch=1;\nbe brief"},
+        "system: be brief|",
+    ),
+    "a billing header in blocks": (
+        {
+            "messages": [USER],
+            "system": [
+                {"type": "text", "text": "x-anthropic-billing-header: cch=1;"},
+                {"type": "text", "text": "be brief"},
+            ],
+        },
+        "system: be brief|",
+    ),
+}
+
+
+PROMPTS = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }} "
+    "{{ call.function.arguments | tojson }}{% endfor %}|{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[PromptReader]:
+    reader = PromptReader("m", tiny_tokenizer(), PROMPTS, Renderer(), 4096)
+    yield reader
+    reader.close()
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_of_all_kinds_are_read(server: Running, reader: PromptReader, kind: str) -> None:
+    body, expected = BLOCKS[kind]
+    body = {"max_tokens": 2} | body
+    reply = server.post("/v1/messages", body)
+    assert reply.status == 200, reply.body
+    chat = AnthropicChat(msgspec.convert(body, MessagesRequest))
+    prompt = reader.read_chat(chat.messages, tools=chat.tools, places=chat.places).text
+    assert prompt and expected in prompt
+    assert "billing" not in prompt and "web_search" not in prompt
+    assert ('"name": "read"' in prompt) == (kind == "a tool that is there")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": PDF}]}]},
+            "messages[0].content[0] has type 'document', but this model reads only text",
+        ),
+        (
+            {"messages": [USER, addition({"type": "tool_definition", "definition": {"name": 1}})]},
+            "messages[1].content[0].tool.definition: Expected `str | null`",
+        ),
+        ({"tools": [{"type": "custom"}]}, "tools[0].name is missing"),
+        ({"tools": [READ, READ]}, "tools[1].name 'read' is already used"),
+        ({"messages": turns(result({"text": "x"}))}, "messages[2].content[0].content[0]: Object"),
+    ],
+)
+def test_wrong_blocks_are_refused(server: Running, fields: dict[str, Any], message: str) -> None:
+    reply = server.post("/v1/messages", {"max_tokens": 2, "messages": [USER], **fields})
+    assert reply.status == 400 and message in reply.json["error"]["message"], reply.body
+
+
+def test_a_changing_line_keeps_the_cached_prefix(server: Running) -> None:
+    usage = []
+    for number in (1, 2):
+        header = {
+            "type": "text",
+            "text": f"x-anthropic-billing-header: v=2; cch={number};",
+        }
+        system = [header, {"type": "text", "text": "Be a careful assistant. " * 8}]
+        body = {"max_tokens": 1, "messages": [USER], "system": system}
+        usage.append(server.post("/v1/messages", body).json["usage"])
+    total = usage[0]["input_tokens"] + usage[0]["cache_read_input_tokens"]
+    assert usage[1]["cache_read_input_tokens"] >= total - 33
 
 
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
