@@ -1,4 +1,4 @@
-"""Tool calls as JSON between code fences, or as the whole output.
+"""Tool calls as JSON between code fences or `<tools>` tags, or at the beginning of a line.
 
 Models write them that a template did not teach its own markers, such as Qwen2.5-Coder. Only a
 complete object that names a tool of the request is a call. Other JSON stays content.
@@ -10,7 +10,9 @@ import re
 from headrace.server.output_parsers.output_reader import OutputReader
 from headrace.server.output_parsers.text_reader import MalformedError, Steps
 
-FENCE = "```"
+FENCE, TAG, LINE = "```", "<tools>", "\n{"
+OPENERS = (FENCE, TAG, LINE)
+_TAG_END = "</tools>"
 _LABEL = re.compile(r"[A-Za-z_]*")
 _LABELS = ("", "json", "tool_call")
 NAMES = ("name", "tool_name")
@@ -18,8 +20,20 @@ ARGUMENTS = ("arguments", "parameters")
 _IGNORED = ("id", "type")
 
 
-def read_fenced(reader: OutputReader) -> Steps[None]:
-    """Read calls after an opening fence, with the closing one. Raises MalformedError."""
+def read_opened(reader: OutputReader, opener: str) -> Steps[None]:
+    """Read calls after one of `OPENERS`. Raises MalformedError."""
+    if opener == LINE:
+        yield from read_objects(reader, is_open=True)
+    elif opener == TAG:
+        calls = yield from _read_calls(reader)
+        if not (yield from reader.closing(_TAG_END)):
+            raise MalformedError
+        _write(reader, calls)
+    else:
+        yield from _read_fenced(reader)
+
+
+def _read_fenced(reader: OutputReader) -> Steps[None]:
     if (yield from reader.word(_LABEL)) not in _LABELS:
         raise MalformedError
     calls = yield from _read_calls(reader)
@@ -29,12 +43,30 @@ def read_fenced(reader: OutputReader) -> Steps[None]:
     _write(reader, calls)
 
 
-def read_whole_output(reader: OutputReader) -> Steps[None]:
-    """Read calls up to the end of the output. Raises MalformedError."""
+def read_list(reader: OutputReader) -> Steps[None]:
+    """Read a list of calls, which is the whole output. Raises MalformedError."""
     calls = yield from _read_calls(reader)
     if (yield from reader.peek()):
         raise MalformedError
     _write(reader, calls)
+
+
+def read_objects(reader: OutputReader, is_open: bool = False) -> Steps[None]:
+    """Read objects after each other; with `is_open`, after the first brace.
+
+    Each is written when its line has ended. Raises MalformedError at another object, or
+    at text on the same line.
+    """
+    while True:
+        call = yield from _read_call(reader, is_open)
+        space = yield from reader.space()
+        following = yield from reader.peek()
+        if following not in ("", "{") and "\n" not in space:
+            raise MalformedError
+        _write(reader, [call])
+        if following != "{":
+            return
+        is_open = False
 
 
 def _read_calls(reader: OutputReader) -> Steps[list[tuple[str, str]]]:
@@ -57,10 +89,11 @@ def _read_calls(reader: OutputReader) -> Steps[list[tuple[str, str]]]:
     return calls
 
 
-def _read_call(reader: OutputReader) -> Steps[tuple[str, str]]:
+def _read_call(reader: OutputReader, is_open: bool = False) -> Steps[tuple[str, str]]:
     """Return a name and its arguments. Raises MalformedError at the first other key."""
     name, arguments = None, "{}"
-    yield from reader.expect("{")
+    if not is_open:
+        yield from reader.expect("{")
     while True:
         yield from reader.space()
         key = yield from reader.string()

@@ -4,7 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.server.output_parsers.delta_writer import random_id
-from headrace.server.output_parsers.fenced_calls import FENCE, read_fenced, read_whole_output
+from headrace.server.output_parsers.fenced_calls import (
+    OPENERS,
+    read_list,
+    read_objects,
+    read_opened,
+)
 from headrace.server.output_parsers.lark import LarkGrammar
 from headrace.server.output_parsers.output_reader import OutputReader
 from headrace.server.output_parsers.reasoning_formats import ReasoningState
@@ -43,9 +48,12 @@ class ToolCallFormat:
         if first and first in self.bare:
             yield from reader.attempt("", self.read(reader, ""))
         elif first == "{":
-            yield from reader.attempt("", read_whole_output(reader))
-        openers = (*self.openers, FENCE)
+            yield from reader.attempt("", read_objects(reader))
+        elif first == "[" and not any(opener.startswith("[") for opener in self.openers):
+            yield from reader.attempt("", read_list(reader))
+        openers = (*self.openers, *OPENERS)
         while opener := (yield from reader.until(openers, reader.writer.content)):
-            steps = read_fenced(reader) if opener == FENCE else self.read(reader, opener)
+            is_own = opener in self.openers
+            steps = self.read(reader, opener) if is_own else read_opened(reader, opener)
             yield from reader.attempt(opener, steps)
         return None

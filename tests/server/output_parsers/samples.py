@@ -159,6 +159,33 @@ SAMPLES: list[Sample] = [
     ),
     Sample("hermes", None, '{"name": "get_weather", "arguments": {"city": "Paris"}}\n', [PARIS]),
     Sample(
+        "hermes",
+        None,
+        '{"name": "get_weather", "arguments": {"city": "Paris"}}\n\nWait.',
+        [PARIS, ("content", "Wait.")],
+    ),
+    Sample(
+        "hermes",
+        None,
+        'I will look.\n{"name": "clock"} {"name": "get_weather", "arguments": {"city": "Paris"}}',
+        [("content", "I will look."), TIME, PARIS],
+    ),
+    Sample(
+        "hermes",
+        None,
+        'The file:\n{"name": "x", "version": 1}\n{"name": "clock"}\nWait.',
+        [("content", 'The file:\n{"name": "x", "version": 1}'), TIME, ("content", "Wait.")],
+    ),
+    Sample("hermes", None, '[{"name": "clock"}]', [TIME]),
+    Sample("hermes", None, '[{"name": "x"}]', [("content", '[{"name": "x"}]')]),
+    Sample(
+        "hermes",
+        None,
+        'Now:\n<tools>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tools>',
+        [("content", "Now:"), PARIS],
+    ),
+    Sample("hermes", None, "Use <tools>.", [("content", "Use <tools>.")]),
+    Sample(
         "hermes", None, '{"id": "1", "type": "function", "name": "clock", "arguments": {}}', [TIME]
     ),
     Sample("hermes", None, "```python\nprint(1)\n```", [("content", "```python\nprint(1)\n```")]),
