@@ -22,8 +22,8 @@ from headrace.quant.spec import QuantSpec, dequantise_rows
 _STEPS = 20
 """Steps of the alphas from 0 to 1."""
 _COARSE_STEP = 4
-_MAX_ROWS = 512
-"""Rows of a matrix that judge an alpha."""
+_MAX_ROWS = 1024
+"""Rows of a matrix that judge an alpha; 512 cost quality (docs/use/quantise.md)."""
 _MIN_ACTIVATION = np.float32(1e-4)
 """Lower bound relative to the geometric mean."""
 
@@ -89,7 +89,8 @@ def _best_factors(
 
 def _judging_rows(matrix: StoredTensor) -> Floats:
     """Rows at equal distances, which stand for all rows."""
-    return matrix.dequantise_rows(range(0, matrix.rows, -(-matrix.rows // _MAX_ROWS)))
+    count = min(matrix.rows, _MAX_ROWS)
+    return matrix.dequantise_rows(np.arange(count) * matrix.rows // count)
 
 
 def _output_error(weights: Floats, scale: Floats, products: Floats, target: QuantSpec) -> float:

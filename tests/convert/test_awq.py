@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from headrace.convert import awq as awq_module
 from headrace.convert.activation_stats import input_products
 from headrace.convert.awq import awq
 from headrace.convert.matrices import quantisable
@@ -51,6 +52,16 @@ def test_awq_lowers_output_errors() -> None:
         assert errors[1] <= errors[0] * (1 + 1e-6)
         ratios.append(errors[1] / errors[0])
     assert len(ratios) == 2 * 4 and min(ratios) < 0.5
+
+
+@pytest.mark.parametrize("most", [1, 40, 63, 64, 100])
+def test_judging_rows_are_as_many_as_may_be(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(awq_module, "_MAX_ROWS", most)
+    matrix = TENSORS["layers.0.q"]
+    rows, all_rows = awq_module._judging_rows(matrix), matrix.dequantise()
+    found = [int(np.flatnonzero((all_rows == row).all(axis=1))[0]) for row in rows]
+    assert len(found) == min(most, 64) and len(set(np.diff(found))) <= 2
+    assert found[0] == 0 and found[-1] >= 63 - 64 // len(found)
 
 
 @pytest.mark.parametrize("name", ["int4-g32", "int3-g64-asym", "nf4-g64"])
