@@ -73,6 +73,7 @@ def _model_figures(facts: dict[str, Any]) -> dict[str, str]:
         "KV format": facts["kv_dtype"],
         "KV per token": _sizes(facts["kv_bytes_per_token"]),
         **_kv_group_figures(facts["kv_groups"]),
+        "keys": _key_figure(facts["kv_nll"]),
     }
 
 
@@ -121,8 +122,17 @@ def _print_fits(facts: dict[str, Any]) -> None:
     print_figures(f"Fits in {size(facts['memory_available'])} of {memory}", fits)
 
 
+def _key_figure(measured: dict[str, Any]) -> str:
+    if measured["model"]:
+        return f"{measured['keys']}, as in {measured['model']}, whose NLL is below"
+    return (
+        f"{measured['keys']}; no such model was measured, so measure this one: headrace eval MODEL "
+        "--kv-dtype FORMAT"
+    )
+
+
 def _kv_loss(measured: dict[str, Any], dtype: str) -> str:
-    if dtype not in measured.get("percent", ()):
+    if dtype not in measured["percent"]:
         return ""
     return f"; NLL {measured['percent'][dtype]:+.1f} % on {measured['model']}"
 

@@ -1,13 +1,14 @@
 """Facts of a model: shape, memory and maximum speed."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 from headrace.backend import lower_program
 from headrace.backend_traits import BackendName, KvDtype, traits_of
 from headrace.checkpoint.dummy import dummy_tensors, is_config_only, open_dummy_checkpoint
+from headrace.checkpoint.key_biases import has_large_key_biases
 from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.config import EngineConfig
@@ -33,13 +34,26 @@ TOKENIZER_BYTES = 750
 """Bytes of a tokenizer per token while it is built (Qwen2.5: 738, SmolLM2: 716)."""
 _FORMATS = ("BF16", "Q8_0", "Q6_K", "Q4_K", "Q4_0")
 
-_KV_NLL: Mapping[str, tuple[str, Mapping[KvDtype, float]]] = {
-    "qwen2": ("Qwen2.5-Coder-0.5B", {"bf16": 0.10, "f16": 0.00, "int8": 0.01, "int4": 7.18}),
-    "llama": ("SmolLM2-135M", {"bf16": 0.03, "f16": 0.05, "int8": -0.06, "int4": 2.95}),
+KeyKind = Literal[
+    "large biases",
+    "no large biases, no norm",
+    "a norm",
+    "a latent row",
+    "biases of unknown size",
+]
+"""What decides how much rounded keys lose (docs/internals/kv.md)."""
+
+_KV_NLL: Mapping[KeyKind, tuple[str, Mapping[KvDtype, float]]] = {
+    "large biases": (
+        "Qwen2.5-Coder-0.5B",
+        {"bf16": 0.10, "f16": 0.00, "int8": 0.01, "int4": 7.18},
+    ),
+    "no large biases, no norm": (
+        "SmolLM2-135M",
+        {"bf16": 0.03, "f16": 0.05, "int8": -0.06, "int4": 2.95},
+    ),
 }
-"""By family, the model that was measured, and percent of NLL above KV in f32
-(docs/internals/kv.md).
-"""
+"""By kind of keys, the model that was measured, and percent of NLL above KV in f32."""
 
 
 def describe(model: str, **options: Unpack[EngineOptions]) -> dict[str, Any]:
@@ -89,7 +103,7 @@ def describe(model: str, **options: Unpack[EngineOptions]) -> dict[str, Any]:
         "kv_groups": [_kv_group_facts(group, choice.backend) for group in program.kv_groups],
         "tokenizer_bytes": spec.vocab_size * TOKENIZER_BYTES,
         "kv_dtype": config.kv_format,
-        "kv_nll": _kv_nll(spec.architecture),
+        "kv_nll": _kv_nll(key_kind(spec, checkpoint.tensors if has_weights else None)),
         **_memory_facts(config, program, spec),
         "limits": _speed_limits(program, choice.backend),
         "ranks": _rank_facts(config, traced, checkpoint.tensors),
@@ -103,11 +117,21 @@ def _bytes_in_formats(spec: ModelSpec) -> dict[str, int]:
     }
 
 
-def _kv_nll(architecture: str) -> dict[str, Any]:
-    if architecture not in _KV_NLL:
-        return {}
-    model, percent = _KV_NLL[architecture]
-    return {"model": model, "percent": dict(percent)}
+def key_kind(spec: ModelSpec, tensors: Collection[str] | None) -> KeyKind:
+    """Classify the keys of a model by the names of its tensors, which are None without weights."""
+    if spec.mla:
+        return "a latent row"
+    if spec.qk_norm != "none":
+        return "a norm"
+    if tensors is None and spec.qkv_bias:
+        return "biases of unknown size"
+    is_biased = tensors is not None and has_large_key_biases(tensors)
+    return "large biases" if is_biased else "no large biases, no norm"
+
+
+def _kv_nll(kind: KeyKind) -> dict[str, Any]:
+    model, percent = _KV_NLL.get(kind, (None, {}))
+    return {"keys": kind, "model": model, "percent": dict(percent)}
 
 
 def _memory_facts(config: EngineConfig, program: Program, spec: ModelSpec) -> dict[str, Any]:

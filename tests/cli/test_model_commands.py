@@ -71,7 +71,8 @@ class TestShow:
                 ("int4", 72),
             )
         }
-        assert facts["kv_dtype"] == "bf16" and facts["kv_nll"]["percent"]["int4"] > 0
+        assert facts["kv_dtype"] == "bf16" and facts["kv_nll"]["model"] == "SmolLM2-135M"
+        assert facts["kv_nll"]["percent"]["int4"] > 0
         assert facts["bytes"] == sum(facts["bytes_by_type"].values()) < smollm2.stat().st_size
         checkpoint = open_checkpoint(smollm2)
         executable = compile_program(
@@ -111,6 +112,7 @@ class TestShow:
             and "8,192 tokens" in text
             and "23.0 kB in bf16" in text
         )
+        assert "no large biases, no norm, as in SmolLM2-135M, whose NLL is below" in text
         assert re.search(r"weights in memory +\d+\.\d MB", text)
         assert re.search(r"tokenizer in memory +about 36\.9 MB", text)
 
