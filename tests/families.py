@@ -283,14 +283,14 @@ def config_of(name: str, **changed: Any) -> Any:
     )
 
 
-def save_model(name: str, folder: Path) -> Any:
-    """Save a random model of a variant, as transformers does.
+def save_model(name: str, folder: Path, **changed: Any) -> Any:
+    """Save a random model of a variant, as transformers does, with `changed` options.
 
     Parameters that transformers initialises with 0 or 1 are random, too.
     """
     torch.manual_seed(0)
     made: Any = getattr(transformers, VARIANTS[name].model)
-    model = made._from_config(config_of(name), attn_implementation="eager").eval()
+    model = made._from_config(config_of(name, **changed), attn_implementation="eager").eval()
     with torch.no_grad():
         choices = (
             buffer

@@ -28,7 +28,7 @@ Stored = Callable[[str, torch.Tensor], tuple[torch.Tensor, Mapping[str, torch.Te
 """Maps the name and values of a weight to its quantised values and its stored tensors."""
 
 
-def tiny_llama(hidden: int = 64, ffn: int = 100) -> LlamaForCausalLM:
+def tiny_llama(hidden: int = 64, ffn: int = 100, *, is_tied: bool = False) -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {
         "vocab_size": _VOCAB,
@@ -37,7 +37,13 @@ def tiny_llama(hidden: int = 64, ffn: int = 100) -> LlamaForCausalLM:
         "num_hidden_layers": 3,
     }
     model = LlamaForCausalLM(
-        LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attention_bias=True)
+        LlamaConfig(
+            **sizes,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            attention_bias=True,
+            tie_word_embeddings=is_tied,
+        )
     ).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Quantise a model to a GGUF file, or to a folder of safetensors that transformers reads as well.
+"""Quantise a model to a GGUF file, or to a folder of safetensors.
 
 If OUT ends in .gguf, it is a GGUF file in one of llama.cpp's mixtures (--to Q4_K_M). Otherwise it
 is a folder in the format of compressed-tensors (--to int4-g64) or bitsandbytes (--to nf4). OUT
@@ -8,6 +8,7 @@ appears only when it is complete.
 import argparse
 import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,12 @@ from headrace.errors import RequestError
 
 if TYPE_CHECKING:
     from headrace.checkpoint.load import Checkpoint
+    from headrace.convert.folder.writer import FolderPlan
     from headrace.convert.source_model import SourceModel
     from headrace.measure.progress import ProgressCallback
 
 _LARGE_SHARE = 0.25
-"""Share of a folder above which its plain matrices are worth a line."""
+"""Share of a folder above which its plain embeddings and head are worth a line."""
 EXAMPLES = """\
   headrace convert hf:ORG/MODEL model.gguf --to Q4_K_M
   headrace convert hf:ORG/MODEL model-int4 --to int4-g64 --method gptq"""
@@ -45,6 +47,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="adapter that is merged into the weights first: a folder of PEFT or mlx-lm, a GGUF "
         "file, or hf:ORG/REPO",
     )
+    embeddings = parser.add_argument_group("embedding and head", "No method calibrates them.")
+    embeddings.add_argument(
+        "--token-embedding-type",
+        metavar="FORMAT",
+        help="format of the token embedding: int8-row, int4-g64, bf16, ...; in a GGUF file Q8_0, "
+        "Q6_K, F16, ... (default: int8-row in a folder of int2, int3 or int4, and int8 in one of "
+        "int8; otherwise not quantised; in a GGUF file the mixture's)",
+    )
+    embeddings.add_argument(
+        "--output-tensor-type",
+        metavar="FORMAT",
+        help="format of the head, likewise; a model with tied embeddings has one matrix for both",
+    )
     add_calibration(parser)
     add_threads(parser.add_argument_group("compute"))
 
@@ -65,36 +80,35 @@ def run(args: argparse.Namespace) -> int:
         from headrace.convert.merge_adapter import merged
 
         original = merged(original, read_adapter(resolve(args.merge_adapter), original.spec))
-    plain_bytes = 0
+    plan = None
     with progress_bar() as on_progress:
         if args.out.suffix == ".gguf":
             _write_gguf(args, original, on_progress)
         else:
-            plain_bytes = _write_folder(args, original, on_progress)
+            plan = _write_folder(args, original, on_progress)
 
     if unused := original.unused(as_folder=args.out.suffix != ".gguf"):
         print(f"not written: {', '.join(unused)}", file=sys.stderr)
     files = [args.out] if args.out.is_file() else list(args.out.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
     print(f"{args.out}: {size / 1e6:,.1f} MB; {args.model} has {original_size / 1e6:,.1f} MB")
-    if plain_bytes > _LARGE_SHARE * size:
-        print(
-            f"Of them {plain_bytes / 1e6:,.1f} MB are embeddings and head, which a folder does not "
-            "quantise; a GGUF file does (OUT.gguf --to Q4_K_M)"
-        )
+    if plan and plan.matrix_writer:
+        _print_embeddings(args, original, plan, size)
     return 0
 
 
 def _write_gguf(
     args: argparse.Namespace, original: "SourceModel", on_progress: "ProgressCallback"
 ) -> None:
+    from headrace.convert.embedding_types import gguf_types
     from headrace.convert.gguf.writer import plan_gguf, write_gguf
     from headrace.convert.matrices import quantisable
     from headrace.convert.methods import prepare_model
     from headrace.planner.host import usable_cores
 
     checkpoint, mixture = original.checkpoint, args.to.upper()
-    plan = plan_gguf(original, mixture)
+    embeddings = gguf_types(checkpoint.spec, args.token_embedding_type, args.output_tensor_type)
+    plan = plan_gguf(original, mixture, embeddings)
     model = prepare_model(
         args.method,
         checkpoint.spec,
@@ -110,24 +124,32 @@ def _write_gguf(
 
 def _write_folder(
     args: argparse.Namespace, original: "SourceModel", on_progress: "ProgressCallback"
-) -> int:
-    """Return the bytes of matrices that stay as they are next to quantised ones."""
+) -> "FolderPlan":
+    from headrace.convert.embedding_types import folder_types, parsed_types
     from headrace.convert.folder.writer import matrix_writer, plan_folder, write_folder
-    from headrace.convert.matrices import quantisable
+    from headrace.convert.matrices import quantisable, round_matrix
     from headrace.convert.methods import prepare_model, quantise_matrices
     from headrace.planner.host import usable_cores
     from headrace.quant.format_names import named_format
     from headrace.quant.spec import PLAIN
 
     checkpoint, threads = original.checkpoint, args.threads or usable_cores()
+    types = (args.token_embedding_type, args.output_tensor_type)
     if args.to.upper() in PLAIN:
+        if any(types):
+            raise RequestError(
+                f"--token-embedding-type and --output-tensor-type need quantised matrices, and "
+                f"--to {args.to} has none; leave them out, or choose another --to"
+            )
         plan = plan_folder(original, None, (), args.to.upper())
         write_folder(original, args.out, plan, checkpoint.tensors, ())
-        return 0
+        return plan
 
     target = named_format(args.to)
+    writer = matrix_writer(target)
     names = quantisable(checkpoint.spec, checkpoint.tensors)
-    plan = plan_folder(original, matrix_writer(target), names)
+    embeddings = parsed_types(folder_types(checkpoint.spec, args.to, *types))
+    plan = plan_folder(original, writer, names, embeddings=embeddings)
     if not plan.names:
         raise RequestError(
             f"{args.model} has no matrix that a folder can store quantised; write a GGUF file"
@@ -154,9 +176,40 @@ def _write_folder(
         threads,
         _step(on_progress, f"{args.method}: quantising to {target.name}"),
     )
-    write_folder(original, args.out, plan, model.tensors, matrices)
-    planned = (planned for _, planned in plan.plain.values())
-    return sum(tensor.nbytes for tensor in planned if len(tensor.shape) == 2)
+    rounded = (
+        (name, round_matrix(model.tensors[name], spec)) for name, spec in plan.embeddings.items()
+    )
+    write_folder(original, args.out, plan, model.tensors, chain(rounded, matrices))
+    return plan
+
+
+def _print_embeddings(
+    args: argparse.Namespace, original: "SourceModel", plan: "FolderPlan", size: int
+) -> None:
+    """Print the formats and bytes of the embedding and the head."""
+    from headrace.convert.embedding_types import EMBED, OPTIONS
+    from headrace.quant.format_names import named_format
+
+    is_tied = original.spec.tied_embeddings and original.spec.has_head
+    for name, file_name in original.embedding_names().items():
+        words = "head" if name != EMBED else "embedding and head" if is_tied else "embedding"
+        if name in plan.embeddings:
+            tensor, _ = plan.quantised[file_name]
+            nbytes = sum(part.nbytes for part in plan.parts(file_name))
+            plain, spec = 2 * tensor.shape[0] * tensor.shape[1], plan.embeddings[name]
+            print(f"{words}: {spec.name}, {nbytes / 1e6:,.1f} MB; {plain / 1e6:,.1f} MB as bf16")
+            continue
+        planned = plan.plain[file_name][1]
+        line = f"{words}: {planned.format}, {planned.nbytes / 1e6:,.1f} MB"
+        if planned.nbytes > _LARGE_SHARE * size and not args.token_embedding_type:
+            can_pack = plan.matrix_writer and plan.matrix_writer.packs_embeddings
+            smaller = f"{OPTIONS[name]} int8-row" if can_pack else "a GGUF file (--to Q4_K_M)"
+            line += f"; {smaller} makes it smaller"
+        print(line)
+
+    others = {spec for spec in plan.embeddings.values() if spec != named_format(args.to)}
+    if EMBED in plan.embeddings and others:
+        print(f"transformers cannot load it; with {OPTIONS[EMBED]} bf16 it can")
 
 
 def _calibration(args: argparse.Namespace, checkpoint: "Checkpoint") -> list[list[int]]:

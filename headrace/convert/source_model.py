@@ -38,6 +38,15 @@ class SourceModel:
         layout = FAMILIES[self.spec.architecture].config
         return layout.tensors["head"].name.removesuffix(".weight") if layout else ""
 
+    def embedding_names(self) -> dict[str, str]:
+        """The names in a folder of `embed` and, if the model has its own, `head`."""
+        return {
+            part.name: name
+            for name, tensor in self.file_tensors(as_folder=True).items()
+            for part in tensor.slices
+            if part.name in ("embed", "head")
+        }
+
     def unused(self, *, as_folder: bool) -> list[str]:
         """The kinds of the source's tensors that a conversion does not write, with their numbers:
         other modules of a multimodal model, a head that equals the embedding, tensors that the

@@ -12,10 +12,11 @@ import pytest
 
 from headrace.checkpoint.load import open_checkpoint
 from headrace.convert.destination import check_destination
+from headrace.convert.embedding_types import parsed_types
 from headrace.convert.folder.config import config_json
 from headrace.convert.folder.matrix_writer import pack_bits
 from headrace.convert.folder.writer import matrix_writer, plan_folder, write_folder
-from headrace.convert.matrices import quantisable
+from headrace.convert.matrices import quantisable, round_matrix
 from headrace.convert.source_model import SourceModel, open_source_model
 from headrace.errors import HeadraceError, RequestError, UnsupportedModelError
 from headrace.model import FAMILIES
@@ -53,17 +54,22 @@ OTHERS = {
 }
 
 
-def written(folder: Path, name: str, out: Path) -> tuple[SourceModel, dict[str, StoredTensor]]:
+def written(
+    folder: Path, name: str, out: Path, embeddings: dict[str, str] | None = None
+) -> tuple[SourceModel, dict[str, StoredTensor]]:
     """Convert a folder by rounding to nearest; returns the source model and the rounded
     matrices by our names.
     """
     original, packing = open_source_model(folder), matrix_writer(named_format(name))
-    tensors = original.checkpoint.tensors
-    plan = plan_folder(original, packing, quantisable(original.checkpoint.spec, tensors))
+    tensors, types = original.checkpoint.tensors, parsed_types(embeddings or {})
+    names = quantisable(original.checkpoint.spec, tensors)
+    plan = plan_folder(original, packing, names, embeddings=types)
     made = quantise("rtn", original.checkpoint.spec, tensors, plan.names, named_format(name))
-    results = ((ours, made[ours]) for ours in reversed(plan.names))
-    write_folder(original, out, plan, tensors, results)
-    return original, {ours: made[ours] for ours in plan.names}
+    results = {ours: made[ours] for ours in reversed(plan.names)} | {
+        ours: round_matrix(tensors[ours], to) for ours, to in plan.embeddings.items()
+    }
+    write_folder(original, out, plan, tensors, results.items())
+    return original, results
 
 
 def check_same(original: SourceModel, made: dict[str, StoredTensor], out: Path) -> None:

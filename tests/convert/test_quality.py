@@ -211,13 +211,14 @@ def test_eval_and_convert_commands_with_methods(
                 "--method",
                 method,
                 *learnt,
+                *("--token-embedding-type", "f32", "--output-tensor-type", "f32"),
             ]
         )
         == 0
     )
     printed = capsys.readouterr()
     assert printed.out.startswith(f"{out}: ")
-    assert "are embeddings and head, which a folder does not quantise" in printed.out
+    assert printed.out.endswith("embedding: F32, 0.0 MB\nhead: F32, 0.0 MB\n")
     assert printed.err == f"{method}: reads 128 tokens of a text\n"
     assert main(["eval", str(out), *judged]) == 0
     (again,) = json.loads(capsys.readouterr().out)["rows"]

@@ -51,6 +51,32 @@ def test_transformers_computes_written_folders(name: str, tmp_path: Path) -> Non
     check_engine(tmp_path / "out", model, near=0.05)
 
 
+@pytest.mark.parametrize(
+    ("is_tied", "types"),
+    [
+        (True, {"embed": "int4-g32"}),
+        (False, {"embed": "int4-g32", "head": "int4-g32"}),
+        (False, {"head": "int8-row"}),
+    ],
+)
+def test_transformers_computes_quantised_embeddings_and_heads(
+    is_tied: bool, types: dict[str, str], tmp_path: Path
+) -> None:
+    """It reads embeddings in the format of the other matrices, and heads in any format."""
+    model = tiny_llama(64, 128, is_tied=is_tied)
+    model.save_pretrained(tmp_path / "model")
+    written(tmp_path / "model", "int4-g32", tmp_path / "out", types)
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    checkpoint = open_checkpoint(tmp_path / "out")
+    truth, ours = (logits_of(each, [TOKENS]) for each in backends(checkpoint, ""))
+    with torch.no_grad():
+        theirs = model(torch.arange(TOKENS)[None] * 37 % 96).logits[0].numpy()
+    # Some weights are multiplied in float16 there, the type of the scales.
+    assert np.linalg.norm(truth - theirs) < 1e-3 * np.linalg.norm(theirs)
+    assert np.linalg.norm(ours - truth) < 0.05 * np.linalg.norm(truth)
+    assert all(checkpoint.tensors[name].format.quantised for name in types)
+
+
 def test_bitsandbytes_multiplies_written_int8(tmp_path: Path) -> None:
     """Both round activations, so both are near to the weights' exact result."""
     tiny_llama(64, 128).save_pretrained(tmp_path / "model")

@@ -4,7 +4,7 @@ A quantised scale is one of 256 values times the maximum of 256 scales, plus the
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -26,6 +26,7 @@ _STATE_BYTES = 256
 @frozen
 class BitsAndBytes:
     spec: QuantSpec
+    packs_embeddings = False
 
     def __post_init__(self) -> None:
         if self.spec.codebook not in ("nf4", "fp4") or not self.spec.group:
@@ -34,7 +35,10 @@ class BitsAndBytes:
                 "use nf4 or fp4 with groups of columns"
             )
 
-    def config(self, plain_modules: Sequence[str]) -> dict[str, Any]:
+    def config(
+        self, plain_modules: Sequence[str], others: Mapping[str, QuantSpec]
+    ) -> dict[str, Any]:
+        assert not others, "bitsandbytes has no quantised embeddings"
         return {
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,
@@ -101,7 +105,12 @@ class BitsAndBytes:
 class LlmInt8:
     """Writes int8 by row (LLM.int8, Dettmers et al. 2022)."""
 
-    def config(self, plain_modules: Sequence[str]) -> dict[str, Any]:
+    packs_embeddings = False
+
+    def config(
+        self, plain_modules: Sequence[str], others: Mapping[str, QuantSpec]
+    ) -> dict[str, Any]:
+        assert not others, "bitsandbytes has no quantised embeddings"
         return {
             "quant_method": "bitsandbytes",
             "load_in_4bit": False,

@@ -1,6 +1,6 @@
 """Writes compressed-tensors for vLLM and transformers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ class CompressedTensors:
     """Writes integers of 2, 3, 4 and 8 bits, W8A8, and e4m3."""
 
     spec: QuantSpec
+    packs_embeddings = True
 
     def __post_init__(self) -> None:
         if self.spec.codebook not in ("integer", "e4m3") or self.spec.zero == "minimum":
@@ -29,7 +30,30 @@ class CompressedTensors:
                 f"compressed-tensors has no format for {self.spec.name}; use integers or e4m3"
             )
 
-    def config(self, plain_modules: Sequence[str]) -> dict[str, Any]:
+    def config(
+        self, plain_modules: Sequence[str], others: Mapping[str, QuantSpec]
+    ) -> dict[str, Any]:
+        targets: dict[CompressedTensors, list[str]] = {self: ["Linear"]}
+        for target, spec in others.items():
+            targets.setdefault(CompressedTensors(spec), []).append(target)
+        formats = {writer._format for writer in targets}
+        config: dict[str, Any] = {
+            "quant_method": "compressed-tensors",
+            "format": self._format if len(formats) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "config_groups": {
+                f"group_{number}": {"targets": names, **writer._group(with_format=len(formats) > 1)}
+                for number, (writer, names) in enumerate(targets.items())
+            },
+            "ignore": list(plain_modules),
+            "kv_cache_scheme": None,
+        }
+        if "Embedding" in others and len(targets) == 1:
+            # transformers 5.24 reads packed embeddings only if it dequantises all, by one format.
+            config["dequantize"] = True
+        return config
+
+    def _group(self, *, with_format: bool) -> dict[str, Any]:
         spec = self.spec
         weights = {
             "num_bits": spec.bits,
@@ -44,20 +68,8 @@ class CompressedTensors:
             if self._is_w8a8
             else None
         )
-        return {
-            "quant_method": "compressed-tensors",
-            "format": self._format,
-            "quantization_status": "compressed",
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "weights": weights,
-                    "input_activations": activations,
-                }
-            },
-            "ignore": list(plain_modules),
-            "kv_cache_scheme": None,
-        }
+        group: dict[str, Any] = {"weights": weights, "input_activations": activations}
+        return group | {"format": self._format} if with_format else group
 
     @property
     def _is_w8a8(self) -> bool:

@@ -20,7 +20,17 @@ _CHUNK_BITS = 1 << 24
 class MatrixWriter(Protocol):
     """Writes matrices of one method; `X.weight` becomes tensors named `X.*`."""
 
-    def config(self, plain_modules: Sequence[str]) -> dict[str, Any]: ...
+    packs_embeddings: bool
+    """Whether embedding and head can be quantised next to them."""
+
+    def config(
+        self, plain_modules: Sequence[str], others: Mapping[str, QuantSpec]
+    ) -> dict[str, Any]:
+        """Make the `quantization_config`.
+
+        `others` has formats of an embedding and a head by target, the name of a class or module.
+        """
+        ...
 
     def planned(self, name: str, rows: int, cols: int) -> list[PlannedTensor]:
         """Plan the tensors of a matrix. Raises RequestError if its columns do not fit."""

@@ -13,6 +13,7 @@ from headrace.checkpoint.folder import open_folder
 from headrace.checkpoint.load import Checkpoint
 from headrace.checkpoint.quantisation.stated import STATING_FILES
 from headrace.convert.destination import atomic_output, check_disk_space
+from headrace.convert.embedding_types import EMBED, FolderType
 from headrace.convert.file_tensors import FileTensor
 from headrace.convert.folder.bitsandbytes import BitsAndBytes, LlmInt8
 from headrace.convert.folder.compressed_tensors import CompressedTensors
@@ -46,25 +47,44 @@ _CHUNK_VALUES = 1 << 24
 
 @frozen(eq=False, kw_only=True)
 class FolderPlan:
-    quantised: Mapping[str, FileTensor]
+    quantised: Mapping[str, tuple[FileTensor, MatrixWriter]]
     plain: Mapping[str, tuple[FileTensor, PlannedTensor]]
     matrix_writer: MatrixWriter | None
-    """None if no matrix is quantised."""
+    """The writer of all but embedding and head; None if no matrix is quantised."""
+    embeddings: Mapping[str, QuantSpec]
+    """The formats of a quantised embedding and head, by the model's name."""
     dtype: str | None
     """None keeps each tensor's type."""
 
     @property
     def names(self) -> list[str]:
-        return [part.name for tensor in self.quantised.values() for part in tensor.slices]
+        """The matrices that a method quantises, by the model's names."""
+        parts = [part.name for tensor, _ in self.quantised.values() for part in tensor.slices]
+        return [name for name in parts if name not in self.embeddings]
 
     def planned(self) -> list[PlannedTensor]:
         """Raises RequestError for a matrix that does not fit the format."""
-        result = []
-        for name, tensor in self.quantised.items():
-            assert self.matrix_writer
-            rows, cols = tensor.shape
-            result += self.matrix_writer.planned(name, rows, cols)
+        result = [part for name in self.quantised for part in self.parts(name)]
         return result + [planned for _, planned in self.plain.values()]
+
+    def parts(self, name: str) -> list[PlannedTensor]:
+        """The tensors of a quantised matrix. Raises as `planned`."""
+        tensor, writer = self.quantised[name]
+        rows, cols = tensor.shape
+        return writer.planned(name, rows, cols)
+
+    def config(self, head: str) -> dict[str, Any]:
+        """Make the `quantization_config`; `head` names the module of the head, if there is one."""
+        assert self.matrix_writer
+        plain = {
+            name.removesuffix(".weight")
+            for name, (_, planned) in self.plain.items()
+            if len(planned.shape) == 2
+        }
+        targets = {
+            "Embedding" if name == EMBED else head: spec for name, spec in self.embeddings.items()
+        }
+        return self.matrix_writer.config(sorted((plain | {head}) - targets.keys()), targets)
 
 
 def matrix_writer(target: QuantSpec) -> MatrixWriter:
@@ -81,15 +101,18 @@ def plan_folder(
     writer: MatrixWriter | None,
     names: Collection[str],
     dtype: str | None = None,
+    embeddings: Mapping[str, FolderType] | None = None,
 ) -> FolderPlan:
-    """Plan a folder in which the named matrices are quantised.
+    """Plan a folder in which the named matrices are quantised, and perhaps embedding and head.
 
     Other tensors have `dtype`, the source's type, or BF16 if the source is quantised. Raises
     UnsupportedModelError.
     """
+    embeddings = embeddings or {}
     if not source.is_folder:
         config_json(source.spec)
-    quantised: dict[str, FileTensor] = {}
+    quantised: dict[str, tuple[FileTensor, MatrixWriter]] = {}
+    quantised_embeddings: dict[str, QuantSpec] = {}
     plain: dict[str, tuple[FileTensor, PlannedTensor]] = {}
     for name, tensor in source.file_tensors(as_folder=True).items():
         stored = source.tensors.get(name) if source.is_folder else None
@@ -100,13 +123,24 @@ def plan_folder(
                 "folder shows; convert the model to GGUF"
             )
         has_rows = len(shape) == 2 and not tensor.is_transposed
-        if writer and has_rows and all(part.name in names for part in tensor.slices):
-            quantised[name] = tensor
+        chosen = embeddings.get(tensor.slices[0].name)
+        if isinstance(chosen, QuantSpec):
+            quantised[name] = tensor, CompressedTensors(chosen)
+            quantised_embeddings[tensor.slices[0].name] = chosen
+        elif writer and has_rows and all(part.name in names for part in tensor.slices):
+            quantised[name] = tensor, writer
         else:
             kept = stored.format.name if stored and stored.format.name in PLAIN else "BF16"
-            nbytes = FORMATS[dtype or kept].nbytes * math.prod(shape)
-            plain[name] = tensor, PlannedTensor(name, dtype or kept, shape, nbytes)
-    return FolderPlan(quantised=quantised, plain=plain, matrix_writer=writer, dtype=dtype)
+            written = chosen or dtype or kept
+            nbytes = FORMATS[written].nbytes * math.prod(shape)
+            plain[name] = tensor, PlannedTensor(name, written, shape, nbytes)
+    return FolderPlan(
+        quantised=quantised,
+        plain=plain,
+        matrix_writer=writer,
+        embeddings=quantised_embeddings,
+        dtype=dtype,
+    )
 
 
 def write_folder(
@@ -128,13 +162,7 @@ def write_folder(
             else write_config_files(checkpoint, folder)
         )
         if plan.matrix_writer:
-            plain_modules = {
-                name.removesuffix(".weight")
-                for name, (_, planned) in plan.plain.items()
-                if len(planned.shape) == 2
-            }
-            modules = sorted(plain_modules | {source.head})
-            config["quantization_config"] = plan.matrix_writer.config(modules)
+            config["quantization_config"] = plan.config(source.head)
         if plan.dtype:
             config["dtype" if "dtype" in config else "torch_dtype"] = _TORCH_DTYPES[plan.dtype]
         (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -143,8 +171,7 @@ def write_folder(
         for name, (tensor, planned) in plan.plain.items():
             file.write(name, _numbers(tensor, tensors, planned.format))
         for name, parts in _joined_matrices(plan.quantised, results):
-            assert plan.matrix_writer
-            for part, numbers in plan.matrix_writer.packed(name, parts).items():
+            for part, numbers in plan.quantised[name][1].packed(name, parts).items():
                 file.write(part, [numbers])
         file.close()
 
@@ -185,8 +212,10 @@ def _numbers(
 
 
 def _joined_matrices(
-    planned: Mapping[str, FileTensor], results: Iterable[tuple[str, StoredTensor]]
+    quantised: Mapping[str, tuple[FileTensor, MatrixWriter]],
+    results: Iterable[tuple[str, StoredTensor]],
 ) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
+    planned = {name: tensor for name, (tensor, _) in quantised.items()}
     file_names = {part.name: name for name, tensor in planned.items() for part in tensor.slices}
     waiting: dict[str, dict[str, StoredTensor]] = {name: {} for name in planned}
     for model_name, matrix in results:

@@ -84,9 +84,15 @@ def mixture_facts(metadata: Fields) -> MixtureFacts:
 
 
 def tensor_types(
-    mixture: str, shapes: Mapping[str, tuple[int, ...]], facts: MixtureFacts
+    mixture: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    facts: MixtureFacts,
+    chosen: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Choose the format of each tensor by name and shape. Raises RequestError."""
+    """Choose the format of each tensor by name and shape; `chosen` are others than the rule's.
+
+    Raises RequestError.
+    """
     if mixture not in MIXTURES:
         raise RequestError(
             f"unknown mixture of formats {mixture[:40]!r}; use one of {', '.join(MIXTURES)}"
@@ -114,7 +120,7 @@ def tensor_types(
         else:
             preferred = _other_type(mixture, name, facts)
         types[name] = _fitting(preferred, shape[-1])
-    return types
+    return {**types, **(chosen or {})}
 
 
 def _is_quantised(name: str, shape: tuple[int, ...]) -> bool:

@@ -12,7 +12,7 @@ from headrace.convert.gguf.header import gguf_file_layout, raw, u32
 from headrace.convert.gguf.metadata import describe_model
 from headrace.convert.gguf.mixtures import MIXTURES, mixture_facts, tensor_types
 from headrace.convert.matrices import ProgressCallback, encode_rows
-from headrace.convert.source_model import SourceModel
+from headrace.convert.source_model import SourceModel, gguf_layout
 from headrace.convert.tensor_writer import PlannedTensor, TensorWriter
 from headrace.errors import FormatError
 from headrace.model.fields import Fields, JsonFields
@@ -53,10 +53,17 @@ def gguf_contents(source: SourceModel) -> GgufContents:
     return GgufContents(fields, description.shapes, description.rope_factors)
 
 
-def plan_gguf(source: SourceModel, mixture: str) -> GgufPlan:
-    """Plan a mixture. Raises UnsupportedModelError, and RequestError for an unknown mixture."""
+def plan_gguf(
+    source: SourceModel, mixture: str, embeddings: Mapping[str, str] | None = None
+) -> GgufPlan:
+    """Plan a mixture, perhaps with other formats of `embed` and `head`.
+
+    Raises UnsupportedModelError, and RequestError for an unknown mixture.
+    """
     contents = gguf_contents(source)
-    types = tensor_types(mixture, contents.shapes, mixture_facts(contents.fields))
+    layout = gguf_layout(source.spec.architecture).tensors
+    chosen = {layout[name].name: stored for name, stored in (embeddings or {}).items()}
+    types = tensor_types(mixture, contents.shapes, mixture_facts(contents.fields), chosen)
     tensors = {name: _planned(name, shape, types[name]) for name, shape in contents.shapes.items()}
     return GgufPlan(mixture, contents, tensors)
 
