@@ -2,23 +2,19 @@
 (docs/internals/scheduling.md).
 """
 
-from bisect import bisect_left, insort
-from collections import Counter
+from bisect import bisect_left
 from collections.abc import Iterable
-from itertools import groupby
+from itertools import groupby, islice
 from math import ceil, inf
 from operator import attrgetter
 
 from headrace.config import EngineConfig
 from headrace.engine.preemption import PreemptionPolicy, max_steps
+from headrace.engine.queues import SequenceQueues
 from headrace.engine.scheduled import RowBudget, ScheduledSequence, SchedulerOutput
 from headrace.engine.sequence import Request, Sequence
-from headrace.engine.step_timer import StepTimer
 from headrace.kv.manager import Copy, KvManager
-from headrace.kv.prefix import Hit, PrefixCache
-
-STEPS_PER_PRIORITY = 1000
-"""Steps of waiting that raise a request by one level of priority."""
+from headrace.kv.prefix import Hit
 
 MAX_PASSING_STEPS = 256
 """Max steps for which requests that pass another one hold it up."""
@@ -37,7 +33,7 @@ _GROUP = attrgetter("group")
 _NUM_UNCOMPUTED = attrgetter("num_uncomputed")
 
 
-class Scheduler:
+class Scheduler(SequenceQueues):
     """Continuous batching under a budget of rows, with a prefix cache and recompute preemption.
 
     There are no phases. Every sequence has tokens without KV: one while it decodes, many in a
@@ -47,80 +43,12 @@ class Scheduler:
     def __init__(
         self, kv: KvManager, config: EngineConfig, attention_crossover: float = inf
     ) -> None:
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
-        self.suspects: dict[Request, int] = {}
-        """Requests of a failed step, with their numbers of tokens. A suspect runs alone until it
-        gets another.
-        """
-        self.step_timer = StepTimer(config.target_token_ms)
-        self.num_preemptions = 0
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        self._kv = kv
-        self._config = config
+        super().__init__(kv, config)
         self._attention_crossover = attention_crossover
-        self._cache = self._new_cache()
+        self._max_chunk_rows = config.max_chunk_rows
         self._preemption = PreemptionPolicy(kv, config)
         self._needs_idle_victims = False
         """Whether the next preemption waits for the steps in flight."""
-        self._num_steps = 0
-        self._dropped = set[Sequence]()
-
-    # Requests
-
-    def add(self, seqs: Iterable[Sequence]) -> None:
-        for seq in seqs:
-            seq.request.arrival = (
-                self._num_steps + STEPS_PER_PRIORITY * seq.request.options.priority
-            )
-            self.queue(seq)
-
-    def queue(self, seq: Sequence) -> None:
-        insort(self.waiting, seq, key=_RANK)
-
-    def drop(self, seq: Sequence) -> None:
-        """Remove a sequence; its blocks are free once no launched step uses them."""
-        queue = self.running if seq.tables else self.waiting
-        place = bisect_left(queue, seq.rank, key=_RANK)
-        if place < len(queue) and queue[place] is seq:  # else it was dropped before
-            del queue[place]
-        if seq.num_in_flight:
-            self._dropped.add(seq)
-        else:
-            self._free(seq)
-
-    def fork(self, seq: Sequence) -> list[Sequence]:
-        """Start the siblings of a sequence on the same blocks; returns it and its siblings."""
-        siblings, seq.siblings = seq.siblings, []
-        for sibling in siblings:
-            sibling.computed, sibling.settled = seq.computed, seq.settled
-            sibling.node, sibling.num_admitted = seq.node, seq.num_admitted
-            sibling.tables = self._kv.fork(seq.tables)
-            insort(self.running, sibling, key=_RANK)
-        return [seq, *siblings]
-
-    def replace_sequences(self, seqs: list[Sequence], sources: list[Sequence]) -> list[Sequence]:
-        """Replace running sequences by a successor for each source, best first; other sequences
-        are freed.
-        """
-        num_left = Counter(sources)
-        for seq in seqs:
-            if seq not in num_left:
-                self._free(seq)
-
-        successors: list[Sequence] = []
-        for source in sources:
-            num_left[source] -= 1
-            is_last = num_left[source] == 0  # the last successor is the source itself
-            successor = source if is_last else source.fork(self._kv.fork(source.tables))
-            successors.append(successor)
-        for index, successor in enumerate(successors):
-            successor.seq_id = (successor.seq_id[0], index)
-
-        first = self.running.index(seqs[0])
-        self.running[first : first + len(seqs)] = successors
-        return successors
 
     # Steps
 
@@ -204,55 +132,6 @@ class Scheduler:
                 break
             num_launches //= 2
         return num_launches
-
-    def finish(self, seqs: Iterable[Sequence]) -> None:
-        for seq in seqs:
-            seq.num_in_flight -= 1
-            if not seq.num_in_flight and seq in self._dropped:
-                self._dropped.remove(seq)
-                self._free(seq)
-
-    # Failed steps
-
-    def restart(self, requests: Iterable[Request]) -> list[Request]:
-        """Free all blocks after a failed step, and return the requests that it may have touched.
-
-        If all requests wait, the admission of the first must have failed.
-        """
-        # Note the sequences that wait, siblings included.
-        waiting = {
-            sibling
-            for seq in self.waiting
-            for sibling in (seq, *seq.siblings)
-            if not sibling.num_in_flight
-        }
-        started = {
-            request
-            for request in requests
-            if any(seq not in waiting and seq.output.finish_reason is None for seq in request.seqs)
-        }
-        untouched = {seq.request for seq in waiting} - started
-        touched = [request for request in requests if request not in untouched]
-        if not touched:
-            touched = [seq.request for seq in self.waiting[:1]]
-
-        for request in touched:
-            for seq in request.seqs:
-                seq.tables, seq.node, seq.num_in_flight = (), None, 0
-        self.waiting = [seq for seq in self.waiting if seq.request not in touched]
-        self.running = []
-        self._dropped = set()
-        self._kv.reset()
-        self._cache = self._new_cache()
-        return touched
-
-    def clear_suspects(self, scheduled: list[ScheduledSequence]) -> None:
-        if not self.suspects:
-            return
-        for item in scheduled:
-            request = item.seq.request
-            if request in self.suspects and request.num_tokens > self.suspects[request]:
-                del self.suspects[request]
 
     def _choose_suspect(self) -> Request | None:
         runs = any(seq.request in self.suspects for seq in self.running)
@@ -360,9 +239,13 @@ class Scheduler:
     def _preempt_for_urgent(self) -> None:
         """Preempt running sequences for the first waiting one, if that pays, and admit it."""
         self._needs_idle_victims = False
-        if not self.waiting or not self._preemption.candidates(self.waiting[0], self.running):
+        if not self.waiting or not self.running:
             return
         seq = self.waiting[0]
+        if seq.rank > self.running[-1].rank:  # the usual case
+            return
+        if not self._preemption.candidates(seq, self.running):
+            return
         hit = self._match_prefix(seq)
         if self._may_run(seq) and self._fits(seq, hit):
             return
@@ -380,21 +263,6 @@ class Scheduler:
             self.waiting.remove(seq)  # the victims wait as well
             self._start(seq, hit)
 
-    def _preempt(self, victim: Sequence) -> None:
-        group = [seq for seq in self.running if seq.group is victim.group]
-        for seq in group:
-            self.running.remove(seq)
-            self._free(seq)
-            seq.computed = seq.settled = 0
-
-        # Beams compute their common tokens once: the others are forked off after these.
-        first, *others = group
-        if others:
-            first.siblings = others
-            first.fork_at = _common_length(group)
-        self.queue(first)
-        self.num_preemptions += len(group)
-
     # Admission
 
     def _admit(self, output: SchedulerOutput, budget: RowBudget) -> None:
@@ -406,7 +274,7 @@ class Scheduler:
 
     def _admit_before_prompts(self) -> None:
         """Admit more urgent and much shorter prompts before running prompts get all rows."""
-        if not self.waiting:
+        if not self.waiting or len(self.running) >= self._config.max_seqs:
             return
         prefilling = [seq for seq in self.running if seq.num_uncomputed > 1]
         if not prefilling:
@@ -415,7 +283,7 @@ class Scheduler:
         num_rows = sum(
             seq.num_until_sample for seq in prefilling if _is_short(seq, first.num_until_sample)
         )
-        max_rows = self._config.max_chunk_rows // _MAX_SHARE or 1
+        max_rows = self._max_chunk_rows // _MAX_SHARE or 1
         while num_rows < max_rows and (found := self._find_admissible(first)):
             seq, hit = found
             self.waiting.remove(seq)
@@ -427,23 +295,32 @@ class Scheduler:
 
         If a running `prompt` is given, the sequence must get rows before it.
         """
-        if not self.waiting or self.waiting[0].request in self.suspects:
+        if not self.waiting or len(self.running) >= self._config.max_seqs:
             return None
         first, *others = self.waiting[:_MAX_CANDIDATES]
-        hit = self._match_if_admissible(first)
-        if hit and (prompt is None or self._comes_before(first, prompt)):
-            return first, hit
-        if not self._can_pass or not (hit or self._is_kept_out_by_earlier(first)):
+        if first.request in self.suspects:
             return None
+        if (prompt is None or self._comes_before(first, prompt)) and (
+            hit := self._match_if_admissible(first)
+        ):
+            return first, hit
 
-        num_matches = 0
-        for seq in others:
-            if num_matches == _MAX_MATCHES:
+        # Compare lengths first, because this runs in every step with a full queue.
+        max_len = first.width * len(first.known) - 1
+        if prompt is not None:
+            max_len = min(max_len, prompt.num_until_sample // _MAX_SHARE)
+        small = (
+            seq
+            for seq in others
+            if len(seq.known) <= max_len
+            and self._is_small(seq, first)
+            and (prompt is None or self._comes_before(seq, prompt))
+        )
+        for number, seq in enumerate(islice(small, _MAX_MATCHES)):
+            if number == 0 and not self._may_be_passed(first):
                 return None
-            if self._is_small(seq, first) and (prompt is None or self._comes_before(seq, prompt)):
-                num_matches += 1
-                if hit := self._match_if_admissible(seq):
-                    return seq, hit
+            if hit := self._match_if_admissible(seq):
+                return seq, hit
         return None
 
     def _match_if_admissible(self, seq: Sequence) -> Hit | None:
@@ -455,19 +332,23 @@ class Scheduler:
     @property
     def _can_pass(self) -> bool:
         """Whether small waiting sequences may pass the first; False without a place."""
-        width = sum(seq.width for seq in self.running)
-        return (
-            not self.suspects and self.step_timer.allows_admission and width < self._config.max_seqs
-        )
+        if self.suspects or not self.step_timer.allows_admission:
+            return False
+        return sum(seq.width for seq in self.running) < self._config.max_seqs
 
-    def _is_kept_out_by_earlier(self, first: Sequence) -> bool:
-        """Whether running sequences of a lower rank keep the first waiting one out.
+    def _may_be_passed(self, first: Sequence) -> bool:
+        """Whether the first waiting sequence waits for rows only, or running sequences of a lower
+        rank keep it out.
 
         If only later ones do, no further request passes. They end within `MAX_PASSING_STEPS`.
         """
+        if not self._can_pass:
+            return False
+        if self._match_if_admissible(first):
+            return True
         place = bisect_left(self.running, first.rank, key=_RANK)
         before, after = self.running[:place], self.running[place:]
-        if sum(seq.width for seq in (*before, first)) > self._config.max_seqs:
+        if not after or sum(seq.width for seq in (*before, first)) > self._config.max_seqs:
             return True
         hit = self._match_prefix(first)
         return bool(before) and not self._preemption.fits(first, hit, before, after)
@@ -475,8 +356,8 @@ class Scheduler:
     def _is_small(self, seq: Sequence, first: Sequence) -> bool:
         """Whether a waiting sequence is smaller than the first, and ends soon."""
         return (
-            seq.width * seq.length < first.width * first.length
-            and max_steps(seq, self._config.max_chunk_rows) <= MAX_PASSING_STEPS
+            seq.width * len(seq.known) < first.width * len(first.known)
+            and max_steps(seq, self._max_chunk_rows) <= MAX_PASSING_STEPS
         )
 
     def _comes_before(self, seq: Sequence, prompt: Sequence) -> bool:
@@ -497,8 +378,10 @@ class Scheduler:
     def _may_run(self, seq: Sequence) -> bool:
         if not self.running:
             return True
-        num_running = sum(other.width for other in (*self.running, seq))
-        return self.step_timer.allows_admission and num_running <= self._config.max_seqs
+        max_seqs = self._config.max_seqs
+        if not self.step_timer.allows_admission or len(self.running) + seq.width > max_seqs:
+            return False
+        return sum(other.width for other in (*self.running, seq)) <= max_seqs
 
     def _fits(self, seq: Sequence, hit: Hit) -> bool:
         """Whether there are blocks for a sequence, and a spare for each running one against
@@ -510,53 +393,6 @@ class Scheduler:
             return True
         return self._preemption.fits(seq, hit, self.running)
 
-    def _start(self, seq: Sequence, hit: Hit) -> None:
-        insort(self.running, seq, key=_RANK)
-        seq.node = hit.node
-        seq.computed = seq.settled = hit.num_tokens
-        seq.num_admitted = len(seq.known)
-        seq.tables = self._kv.new_tables()
-        if self._cache is not None:
-            self._cache.share(hit, seq.tables)
-        self._kv.allocate(seq.tables, seq.computed, seq.num_uncomputed)
-
-        request = seq.request
-        if request.timer.start():
-            request.cached_tokens = min(seq.computed, seq.prompt_len)
-            self.num_prompt_tokens += seq.prompt_len
-            self.num_cached_tokens += request.cached_tokens
-        self.step_timer.reset()
-
-    # The prefix cache
-
-    def _new_cache(self) -> PrefixCache | None:
-        return PrefixCache(self._kv) if self._config.prefix_cache else None
-
-    def _match_prefix(self, seq: Sequence) -> Hit:
-        if self._cache is None:
-            return Hit(node=None, blocks=[[] for _ in self._kv.pools], num_tokens=0)
-        node = self._cache.match(seq.request.scope, seq.known, seq.max_cached)
-        return Hit(
-            node=node,
-            blocks=self._cache.blocks(node),
-            num_tokens=node.depth * self._kv.block_size,
-        )
-
-    def _cache_full_blocks(self, seq: Sequence) -> None:
-        node = seq.node
-        if self._cache is None or node is None:
-            return
-        if (node.depth + 1) * self._kv.block_size <= seq.settled:
-            seq.node = self._cache.insert(
-                node, seq.tables, seq.known, seq.settled, replace=not seq.num_in_flight
-            )
-
-    def _free(self, seq: Sequence) -> None:
-        self._cache_full_blocks(seq)
-        if seq.tables:
-            self._kv.free(seq.tables)
-        seq.tables, seq.node = (), None
-
 
 def _is_short(seq: Sequence, num_rows: int) -> bool:
     return _MAX_SHARE * seq.num_until_sample <= num_rows
@@ -564,8 +400,3 @@ def _is_short(seq: Sequence, num_rows: int) -> bool:
 
 def _num_rows(group: Iterable[Sequence]) -> int:
     return sum(seq.num_until_sample for seq in group)
-
-
-def _common_length(seqs: list[Sequence]) -> int:
-    columns = zip(*(seq.known for seq in seqs), strict=True)
-    return next(i for i, tokens in enumerate(columns) if len(set(tokens)) > 1)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from headrace.engine.scheduler import STEPS_PER_PRIORITY
+from headrace.engine.queues import STEPS_PER_PRIORITY
 from headrace.engine.step_timer import WINDOW, StepTimer
 from headrace.errors import RequestError
 from headrace.request import RequestOptions

@@ -15,6 +15,7 @@ from headrace.backend_traits import KvDtype, traits_of
 from headrace.engine.engine import Engine
 from headrace.model.spec import ExpertSpec, MlaSpec, ModelSpec, RopeSpec
 from headrace.outputs import Logprobs, RequestOutput
+from headrace.request import RequestOptions
 from headrace.sampling_params import SamplingParams
 from headrace.speculation.proposers import PROPOSERS, REQUIRED_OPTION
 from tests.draft_engines import draft_engine
@@ -227,10 +228,14 @@ def keeps_the_promise(
     exact: bool,
     requests: list[Ask] = REQUESTS,
 ) -> None:
-    """Serve the requests, `stagger` steps apart, and compare updates and results."""
+    """Serve the requests, `stagger` steps apart, and compare updates and results.
+
+    In an odd number of requests every second one is more urgent, and may preempt.
+    """
     updates, ids = [], []
-    for request in order:
-        ids.append(engine.add_request(*requests[request]))
+    for number, request in enumerate(order):
+        options = RequestOptions(priority=-(number % 2) * (len(order) % 2))
+        ids.append(engine.add_request(*requests[request], options))
         for _ in range(stagger):
             updates += engine.step()
     updates += drain(engine)
