@@ -13,8 +13,10 @@ from headrace.errors import NoReplicaError
 from headrace.remote import frames
 from headrace.remote.errors import RefusedError
 from headrace.remote.replica_status import ReplicaStatus, encode_status
+from headrace.remote.stream import Stream
 from headrace.scaleout.dispatcher import ReplicaLostError
 from headrace.scaleout.http_worker import HttpWorker
+from headrace.server import worker as worker_routes
 from tests.scaleout.cluster import WORKER, contents, free_port, streaming
 from tests.scaleout.proxy import Proxy
 from tests.scaleout.test_route import undisturbed
@@ -173,3 +175,17 @@ async def _loss(worker: HttpWorker) -> AsyncIterator[ReplicaLostError]:
             pass
     except ReplicaLostError as error:
         yield error
+
+
+def test_silent_response_repeats_its_first_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy ends a response that is silent for a minute, as while a long prompt is read."""
+    monkeypatch.setattr(worker_routes, "_QUIET_SECONDS", 0.01)
+
+    async def test() -> None:
+        stream = Stream("1", None, lambda _: None)
+        sent = worker_routes._frames(stream)
+        assert {await anext(sent) for _ in range(3)} == {frames.encode(frames.Accepted("1"))}
+        stream.put(frames.Ended(id="1"))
+        assert [event async for event in sent] == [frames.encode(frames.Ended(id="1"))]
+
+    asyncio.run(test())
