@@ -103,6 +103,9 @@ class Stats(NamedTuple):
     """Rows of each expert, by mixture-of-experts layer; empty for dense models."""
     adapters: Mapping[str, int] = MappingProxyType({})
     """Running and waiting requests, by loaded adapter."""
+    adapter_bytes: int = 0
+    """Bytes of the numbers of all adapters in memory, as they were read. Rank 0 of several keeps
+    these bytes for a restart."""
 
     @property
     def blocks_total(self) -> int:

@@ -166,6 +166,8 @@ def _figures(record: Record, width: int) -> Table:
             f"{stats.kv_host_bytes / 1e6:,.0f} MB of KV"
         )
         grid.add_row("host memory", "", "", text)
+    if stats.adapter_bytes:
+        grid.add_row("adapters", "", "", f"{stats.adapter_bytes / 1e6:,.1f} MB")
     if stats.grammar_bytes:
         grid.add_row("grammars", "", "", f"{stats.grammar_bytes / 1e6:,.1f} MB of states")
     if stats.drafted:

@@ -5,7 +5,7 @@ from itertools import count
 
 from headrace.backend import Executable
 from headrace.errors import RequestError
-from headrace.program.adapter import Adapter
+from headrace.program.adapter import Adapter, adapter_bytes
 from headrace.validation import check_names
 
 
@@ -15,6 +15,7 @@ class LoadedAdapter:
     number: int
     scope: str
     """KV is shared only within a scope, and each load makes a new one."""
+    num_bytes: int
     num_users: int = 0
 
 
@@ -24,11 +25,17 @@ class Adapters:
     def __init__(self, executable: Executable) -> None:
         self._executable = executable
         self._loaded: dict[str, LoadedAdapter] = {}
+        self._held: dict[int, LoadedAdapter] = {}
+        """By number, with those that were unloaded before their last request ended."""
         self._scopes = count()
 
     @property
     def users(self) -> dict[str, int]:
         return {name: adapter.num_users for name, adapter in self._loaded.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(adapter.num_bytes for adapter in self._held.values())
 
     def load(self, name: str, adapter: Adapter) -> None:
         """Load an adapter. Raises RequestError if the name is taken."""
@@ -38,7 +45,10 @@ class Adapters:
             )
         number = self._executable.add_adapter(adapter)
         scope = f"{name}#{next(self._scopes)}"
-        self._loaded[name] = LoadedAdapter(name, number, scope)
+        loaded = LoadedAdapter(
+            name=name, number=number, scope=scope, num_bytes=adapter_bytes(adapter)
+        )
+        self._loaded[name] = self._held[number] = loaded
 
     def unload(self, name: str) -> None:
         """Unload an adapter; its last request frees it. Raises RequestError if it is not loaded."""
@@ -68,4 +78,5 @@ class Adapters:
 
     def _remove_unused(self, adapter: LoadedAdapter) -> None:
         if not adapter.num_users and self._loaded.get(adapter.name) is not adapter:
+            del self._held[adapter.number]
             self._executable.remove_adapter(adapter.number)

@@ -415,6 +415,7 @@ class Engine:
             refused=meter.refused,
             expert_loads=loop.executable.expert_loads().tolist(),
             adapters=self._adapters.users,
+            adapter_bytes=self._adapters.num_bytes,
         )
 
     def block_map(self) -> BlockMap:

@@ -158,6 +158,18 @@ def _plain(name: str, values: Floats, is_wide: bool) -> StoredTensor:
     return StoredTensor.from_bytes(name, FORMATS["BF16"], values.shape, words)
 
 
+def adapter_bytes(adapter: Adapter) -> int:
+    """Bytes of the numbers of an adapter, as they were read."""
+    total = 0
+    for change in adapter.values():
+        own = OwnWeight(delta=change) if isinstance(change, LowRank) else change
+        arrays = [own.added, own.row_norms, own.col_norms, *(own.rows or ())]
+        arrays += own.delta[:2] if own.delta else ()
+        total += sum(array.nbytes for array in arrays if array is not None)
+        total += own.values.nbytes if own.values else 0
+    return total
+
+
 def with_own_weights(program: Program, own: Mapping[str, StoredTensor]) -> Program:
     """The program with the adapter's own weights, under the names of `own_name`.
 

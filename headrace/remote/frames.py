@@ -43,6 +43,11 @@ class Add(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):
     """Identity of the request at a frontend, which has added a seed; see `request_key`."""
 
     @property
+    def num_sequences(self) -> int:
+        """Sequences that a worker counts."""
+        return (self.params.beam_width or self.params.n) if self.params else 1
+
+    @property
     def known_tokens(self) -> list[int]:
         return self.prompt_token_ids + (self.output_token_ids[0] if self.output_token_ids else [])
 

@@ -21,8 +21,10 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     weights: str = ""
     """See `quant.digest`."""
     adapter_digests: dict[str, str] = {}
+    max_sequences: int = 0
+    """Sequences that may run and wait; 0: unknown."""
     is_full: bool = False
-    """Whether the queue has no room for another sequence."""
+    """Whether so many run and wait."""
 
     @property
     def accepts_requests(self) -> bool:

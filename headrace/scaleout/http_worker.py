@@ -50,6 +50,8 @@ class HttpWorker:
         self._is_unsure = False
         """Whether it failed at a request after its last status."""
         self.is_full = False
+        """Whether it has refused a request, or has said so, since a request ended."""
+        self._num_sequences = 0
         self.last_adapters: dict[str, str] = {}
         """Adapters of the last status, also after a loss."""
         self._next_status = asyncio.Event()
@@ -58,6 +60,12 @@ class HttpWorker:
     def accepts_requests(self) -> bool:
         is_accepting = self.status is not None and self.status.accepts_requests
         return is_accepting and not self._is_unsure and not self.problem
+
+    def has_room(self, num_sequences: int) -> bool:
+        """Whether it may accept sequences. One request is always sent to an idle worker."""
+        limit = self.status.max_sequences if self.status else 0
+        is_within = not limit or self._num_sequences + num_sequences <= limit
+        return not self.is_full and (is_within or not self._num_sequences)
 
     async def watch(self) -> None:
         reason = ""
@@ -83,6 +91,7 @@ class HttpWorker:
             raise NoReplicaError(f"{self.url} is not present")
         ended: frames.Ended | None = None
         reason, has_ended_engine = "the response ended early", False
+        self._num_sequences += request.num_sequences
         try:
             async with aclosing(self._post(session, msgspec.msgpack.encode(request))) as events:
                 async for event in events:
@@ -103,6 +112,7 @@ class HttpWorker:
         except _FAILURES as error:
             reason = _describe(error)
         finally:
+            self._num_sequences -= request.num_sequences
             if is_accepted:
                 self.is_full = False
         if ended is not None:

@@ -87,7 +87,12 @@ class HttpWorkers:
         """Run a request on the worker with the earliest expected first token that accepts it."""
         adapter, tried = request.options.adapter, set[str]()
         while True:
-            routed = self._route(request, self._candidates(adapter) - tried)
+            candidates = {
+                worker.url
+                for worker in self._having(adapter)
+                if worker.url not in tried and worker.has_room(request.num_sequences)
+            }
+            routed = self._route(request, candidates)
             try:
                 async with aclosing(self._run(request, routed)) as events:
                     async for event in events:
@@ -129,9 +134,6 @@ class HttpWorkers:
             and worker.status is not None
             and (adapter is None or self._equal.has_adapter(url, worker.status, adapter))
         ]
-
-    def _candidates(self, adapter: str | None) -> set[str]:
-        return {worker.url for worker in self._having(adapter) if not worker.is_full}
 
     def _no_candidate(self, adapter: str | None) -> Exception:
         if adapter is not None and adapter not in self.adapters:

@@ -24,6 +24,8 @@ class WorkerAdapters:
         self._changed_at: dict[str, float] = {}
         self._equal_boots: dict[str, str] = {}
         """Boot id of each worker that has been made equal, by URL."""
+        self._refused = set[tuple[str, str]]()
+        """URL and adapter of workers that refuse a change."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def with_changes(self, found: Mapping[str, str]) -> dict[str, str]:
@@ -83,6 +85,7 @@ class WorkerAdapters:
             return
         for name, path in list(self._paths.items()):
             is_settled = monotonic() - self._changed_at[name] > _SETTLE_SECONDS
+            is_settled = is_settled and (worker.url, name) not in self._refused
             if is_settled and (name in status.adapters) != (path is not None):
                 log.info("another client has changed adapter %r on %s", name, worker.url)
                 del self._paths[name], self._changed_at[name]
@@ -104,6 +107,7 @@ class WorkerAdapters:
         await asyncio.sleep(_STATUS_SECONDS)
         for name, path in list(self._paths.items()):
             has_it = name in worker.last_adapters
+            self._refused.discard((worker.url, name))
             try:
                 if path is not None and not has_it:
                     await _load(worker, name, path)
@@ -114,6 +118,7 @@ class WorkerAdapters:
                 return  # the next status tries again
             except RefusedError as error:
                 log.error("%s cannot change adapter %r: %s", worker.url, name, error)
+                self._refused.add((worker.url, name))
             self._changed_at[name] = monotonic()
         self._equal_boots[worker.url] = boot_id
 

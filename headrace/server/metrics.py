@@ -56,6 +56,7 @@ _GAUGES = {
     "grammar_bytes": _Name(
         "headrace_grammar_bytes", (), "Estimated bytes of grammar states of structured outputs."
     ),
+    "adapter_bytes": _Name("headrace_adapter_bytes", (), "Bytes of the loaded adapters."),
     "tokens_per_second": _Name(
         "headrace_tokens_per_second", (), "Output tokens per second, in the last few seconds."
     ),

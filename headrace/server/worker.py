@@ -32,14 +32,13 @@ async def generate(http: HttpExchange, state: ServerState) -> None:
     connection aborts the request.
     """
     request = _read(await http.read_body(frames.CONTENT_TYPE))
-    params = request.params
     timeout = state.settings.request_timeout
     if request.options.timeout is not None:
         timeout = min(timeout, request.options.timeout)
     options = replace(request.options, timeout=timeout)
 
     begun = monotonic()
-    with state.admit(http, (params.beam_width or params.n) if params else 1):
+    with state.admit(http, request.num_sequences):
         submission = state.engine.submit(msgspec.structs.replace(request, options=options))
         try:
             stream = await http.while_connected(submission)
@@ -102,5 +101,6 @@ def _status(state: ServerState) -> ReplicaStatus:
         model=state.fingerprint,
         weights=state.weights_digest,
         adapter_digests=dict(engine.adapter_digests),
+        max_sequences=state.max_sequences,
         is_full=state.num_sequences >= state.max_sequences,
     )

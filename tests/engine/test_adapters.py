@@ -218,12 +218,19 @@ def test_an_unloaded_adapter_is_removed_with_its_last_request() -> None:
     ids = [engine.add_request([1, 2, 3], options=RequestOptions(adapter="a2")) for _ in range(3)]
     engine.abort(ids[0])
     assert engine.stats().adapters["a2"] == 2
+    before = engine.stats().adapter_bytes
     engine.unload_adapter("a2")
     engine.abort(ids[1])
-    assert plan.plan.adapter_bytes(2) > 0
+    assert plan.plan.adapter_bytes(2) > 0 and engine.stats().adapter_bytes == before
     engine.abort(ids[2])
     with pytest.raises(ValueError, match="no such adapter"):
         plan.plan.adapter_bytes(2)
+    assert engine.stats().adapter_bytes == before - numbers_bytes(adapter(0, 2))
+
+
+def numbers_bytes(adapter: Adapter) -> int:
+    assert all(isinstance(change, LowRank) for change in adapter.values())
+    return sum(4 * (change[0].size + change[1].size) for change in adapter.values())
 
 
 def test_weights_of_an_unloaded_adapter_are_freed() -> None:

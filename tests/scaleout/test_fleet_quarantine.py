@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from headrace.remote import frames
-from headrace.remote.errors import RefusedError
+from headrace.remote.errors import NotReadyError, RefusedError
 from headrace.sampling_params import SamplingParams
 from headrace.scaleout import fleet_quarantine
 from headrace.scaleout.fleet_quarantine import FleetQuarantine
@@ -55,6 +55,21 @@ def test_suspects_run_one_at_a_time_and_are_refused_after_three_deaths() -> None
         with pytest.raises(RefusedError, match="several engines ended"):
             async with quarantine.admit(B):
                 pass
+
+    run(test)
+
+
+def test_wait_of_a_suspect_is_bounded() -> None:
+    async def test(quarantine: FleetQuarantine) -> None:
+        for request in (A, B):
+            quarantine.replica_died(request, "1")
+            quarantine.replica_died(request, "2")
+        async with quarantine.admit(A):
+            with pytest.raises(NotReadyError, match="had no turn before its timeout"):
+                async with quarantine.admit(B, 0.01):
+                    pass
+        async with quarantine.admit(B, 0.01):
+            pass
 
     run(test)
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -147,6 +148,16 @@ def test_answers_to_a_request(
             assert (worker.accepts_requests, worker.is_full) == (accepts, is_full)
 
     asyncio.run(test())
+
+
+def test_worker_gets_no_more_than_it_may_queue() -> None:
+    worker = HttpWorker("http://127.0.0.1:1", "", lambda *_: None)
+    worker.status = msgspec.structs.replace(STATUS, max_sequences=3)
+    assert worker.has_room(3) and worker.has_room(4), "the worker itself refuses what is too large"
+    worker._num_sequences = 2
+    assert worker.has_room(1) and not worker.has_room(2)
+    worker.is_full = True
+    assert not worker.has_room(1)
 
 
 def test_broken_connection_to_a_worker_that_lives_is_no_death() -> None:

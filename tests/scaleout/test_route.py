@@ -148,12 +148,13 @@ def test_status_routes_of_a_frontend(pair: Cluster) -> None:
 
 def test_requests_without_a_seed_sample_the_tokens_of_one_server(model: str) -> None:
     body = {"prompt": "hello", "max_tokens": 8, "temperature": 1}
-    single = Running(model, "--threads", "1", "--kv-blocks", "64")
+    seed = ("--seed", "5")
+    single = Running(model, "--threads", "1", "--kv-blocks", "64", *seed)
     try:
         expected = [single.post("/v1/completions", body).json["choices"] for _ in range(3)]
     finally:
         single.stop()
-    with cluster(model) as pair:
+    with cluster(model, route=seed) as pair:
         assert [
             pair.frontend.post("/v1/completions", body).json["choices"] for _ in range(3)
         ] == expected
