@@ -4,6 +4,7 @@ Tools that Anthropic runs on its own servers are left out, with a note in the lo
 earlier responses that this server does not write.
 """
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,7 +58,7 @@ class AnthropicChat:
             raise invalid(f"{field}.name {tool.name!r} is already used by another tool", "tools")
         function = {
             "name": tool.name,
-            "description": tool.description or "",
+            "description": _description(tool),
             "parameters": tool.input_schema,
             **({} if tool.strict is None else {"strict": tool.strict}),
         }
@@ -110,6 +111,15 @@ class AnthropicChat:
         elif block.type == "tool_removal":
             self._tools.pop(str(name), None)
         return f"The tool {name} {_CHANGES[block.type]}."
+
+
+def _description(tool: AnthropicTool) -> str:
+    """Describe a tool with its examples: templates have no place of their own for examples."""
+    description = tool.description or ""
+    if not tool.input_examples:
+        return description
+    examples = "\n".join(json.dumps(example) for example in tool.input_examples)
+    return f"{description}\n\nExamples of arguments:\n{examples}".lstrip()
 
 
 def _result(block: Block, field: str) -> dict[str, Any]:

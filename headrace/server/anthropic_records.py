@@ -46,6 +46,7 @@ class AnthropicTool(msgspec.Struct, frozen=True):
     name: Annotated[str, msgspec.Meta(pattern=FUNCTION_NAME)] | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    input_examples: list[dict[str, Any]] | None = None
     strict: bool | None = None
 
 

@@ -51,7 +51,17 @@ SERVED: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
             "tools[].function.strict",
         ),
     ),
-    ((CHAT,), ("tool_choice.type", "tool_choice.function", "tool_choice.function.name")),
+    (
+        (CHAT,),
+        (
+            "tool_choice.type",
+            "tool_choice.function",
+            "tool_choice.function.name",
+            "tool_choice.allowed_tools",
+            "tool_choice.allowed_tools.mode",
+            "tool_choice.allowed_tools.tools",
+        ),
+    ),
     (
         (RESPONSES,),
         (
@@ -67,6 +77,8 @@ SERVED: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
             "tools[].strict",
             "tool_choice.type",
             "tool_choice.name",
+            "tool_choice.mode",
+            "tool_choice.tools",
         ),
     ),
 ]
@@ -223,6 +235,7 @@ REFUSED: list[Group] = [
         {
             "audio": _TEXT_ONLY,
             "modalities": _TEXT_ONLY,
+            "tool_choice.custom": "custom tools belong to /v1/responses",
             "web_search_options": "this server does not search the web",
             "task": "it belongs to one model of SGLang's",
             "separate_reasoning": "see `include_reasoning`",
@@ -315,6 +328,7 @@ REFUSED: list[Group] = [
             "previous_response_id": _NO_STORE,
             "conversation": _NO_STORE,
             "prompt": "no prompts are stored; send `instructions` and `input`",
+            "tool_choice.server_label": "the server calls no tools itself",
             "max_tool_calls": "the server calls no tools itself",
             "reasoning.mode": "reasoning has one mode; use `reasoning.effort`",
             "previous_input_messages": _NO_STORE,
@@ -341,7 +355,6 @@ REFUSED: list[Group] = [
             "mcp_servers": "the server calls no tools itself",
             "compaction": "the conversation is used as it comes",
             "tools[].allowed_callers": "the model alone calls tools",
-            "tools[].input_examples": "put the examples in `description`",
             "output_config.task_budget": "use `max_tokens`",
         },
     ),

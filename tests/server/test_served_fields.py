@@ -8,6 +8,12 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.remote.frames import StepOutput
+from headrace.server.anthropic_content import AnthropicChat
+from headrace.server.anthropic_records import (
+    AnthropicMessage,
+    AnthropicTool,
+    CountTokensRequest,
+)
 from headrace.server.generation import StreamInterval
 from headrace.server.state import Truncation
 from tests.server.running import Running
@@ -309,3 +315,13 @@ def test_tokenize_of_a_continued_message(server: Running) -> None:
     options = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
     usage = chat(server, **options)["usage"]
     assert server.post("/tokenize", options).json["count"] == usage["prompt_tokens"]
+
+
+def test_examples_of_a_tool_are_in_its_description() -> None:
+    request = CountTokensRequest(
+        messages=[AnthropicMessage(role="user", content="a")],
+        tools=[AnthropicTool(name="f", description="Adds.", input_examples=[{"a": 1}, {"a": 2}])],
+    )
+    (tool,) = AnthropicChat(request).tools or ()
+    text = tool["function"]["description"]
+    assert text == 'Adds.\n\nExamples of arguments:\n{"a": 1}\n{"a": 2}'
