@@ -38,7 +38,13 @@ class AnthropicChat:
         if request.system is not None:
             self._add([{"role": "system", "content": self._system(request.system)}], "system")
         for i, message in enumerate(request.messages):
-            self._add(self._chat_messages(message, f"messages[{i}]"), f"messages[{i}]")
+            place = f"messages[{i}]"
+            converted = self._chat_messages(message, place)
+            if message.role == "system" and self.messages and self.messages[-1]["role"] == "user":
+                # A model goes on with a prompt's last text. So the question comes last.
+                self.messages[-1:-1], self.places[-1:-1] = converted, [place]
+            else:
+                self._add(converted, place)
 
     @property
     def tools(self) -> list[dict[str, Any]] | None:

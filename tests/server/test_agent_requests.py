@@ -333,6 +333,21 @@ BLOCKS: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [USER, addition(REFERENCE)], "tools": [READ]},
         "system: The tool read is now available.|",
     ),
+    "a late system message": (
+        {"messages": [USER, USER, {"role": "system", "content": "be brief"}]},
+        "user: hello|system: be brief|user: hello|",
+    ),
+    "a late system message before an answer": (
+        {
+            "messages": [
+                USER,
+                {"role": "system", "content": "be brief"},
+                {"role": "assistant", "content": "yes"},
+                USER,
+            ]
+        },
+        "system: be brief|user: hello|assistant: yes|user: hello|",
+    ),
     "a tool that goes": (
         {"messages": [USER, addition(REFERENCE, "tool_removal")], "tools": [READ]},
         "no longer available.|",
@@ -497,6 +512,18 @@ def test_calls_that_the_length_cuts(scripted: tuple[Running, ScriptedModel], str
         last = named(items)[-1][1]["response"] if stream else items.json
         assert (last["status"], last["output"][-1]["status"]) == ("incomplete", "incomplete")
         assert last["output"][-1]["arguments"] == calls[2]
+
+
+def test_tools_that_the_server_turned_off(model: str) -> None:
+    flags = ("--tool-call-parser", "none", "--threads", "1", "--kv-blocks", "64")
+    quiet = Running(model, *flags)
+    body = {"messages": [USER], "tools": TOOLS, "max_tokens": 2}
+    refused = quiet.post("/v1/chat/completions", body)
+    served = quiet.post("/v1/chat/completions", body | {"tool_choice": "none"})
+    assert quiet.stop() == 0
+    assert (refused.status, served.status) == (400, 200)
+    assert refused.json["error"]["message"].startswith("tools are turned off on this server")
+    assert refused.json["error"]["param"] == "tools"
 
 
 def _calls_and_reason(reply: Reply, stream: bool) -> tuple[list[str], str]:

@@ -217,17 +217,6 @@ class TestChat:
             "exceed context limit" if param.startswith("max") else "prompt is too long"
         ) in error["message"] and "this model's maximum context length is 4,096" in error["message"]
 
-    def test_unsupported_fields_are_named(self, server: Running) -> None:
-        reply = server.post(
-            "/v1/chat/completions",
-            CHAT | {"tools": [{"type": "function", "function": {"name": "f"}}]},
-        )
-        assert (reply.status, reply.json["error"]["code"], reply.json["error"]["param"]) == (
-            400,
-            "unsupported_parameter",
-            "tools",
-        )
-
 
 class TestCompletions:
     def test_completion_prompt_forms(self, server: Running, llm: LLM) -> None:

@@ -1,7 +1,5 @@
 """Detection of the tool-call and reasoning formats of a chat template."""
 
-import ast
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,18 +8,9 @@ from headrace.errors import RequestError
 from headrace.server.output_parsers.formats import TOOL_CALL_FORMATS
 from headrace.server.output_parsers.parser import OutputFormat
 from headrace.server.output_parsers.reasoning_formats import REASONING_FORMATS
+from tests.chat_templates import KINDS
 from tests.server.output_parsers.samples import TOOLS
 
-KINDS = {
-    node.targets[0].id: node.value.value
-    for node in ast.parse(
-        (Path(__file__).parents[2] / "checkpoint/test_template_families.py").read_text()
-    ).body
-    if isinstance(node, ast.Assign)
-    and isinstance(node.targets[0], ast.Name)
-    and isinstance(node.value, ast.Constant)
-}
-"""Templates of the rendering tests; importing their module would import transformers."""
 HERMES = """{%- if tools %}{{- '<|im_start|>system\\nCall functions so:\\n<tool_call>\\n{\\"name\\": ...}\\n</tool_call>' }}{%- endif %}
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor %}"""
 LLAMA3 = """{%- for m in messages %}{%- if 'tool_calls' in m %}{%- set call = m.tool_calls[0].function %}
