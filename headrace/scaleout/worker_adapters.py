@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from time import monotonic
 
 from headrace.errors import NoReplicaError
-from headrace.remote.errors import RefusedError
+from headrace.remote.errors import EngineError, RefusedError
 from headrace.scaleout.http_worker import HttpWorker
 
 _STATUS_SECONDS = 0.5
@@ -53,7 +53,7 @@ class WorkerAdapters:
             except NoReplicaError as error:
                 reason = error
                 self._equal_boots.pop(worker.url, None)
-            except RefusedError:
+            except EngineError:
                 for other in loaded:
                     await self._try_unload(other, name)
                 raise
@@ -99,7 +99,7 @@ class WorkerAdapters:
     async def _try_unload(self, worker: HttpWorker, name: str) -> None:
         try:
             await _unload(worker, name)
-        except (NoReplicaError, RefusedError) as error:
+        except (NoReplicaError, EngineError) as error:
             log.warning("%s has not unloaded adapter %r: %s", worker.url, name, error)
             self._equal_boots.pop(worker.url, None)
 
@@ -116,7 +116,7 @@ class WorkerAdapters:
                     await _unload(worker, name)
             except NoReplicaError:
                 return  # the next status tries again
-            except RefusedError as error:
+            except EngineError as error:
                 log.error("%s cannot change adapter %r: %s", worker.url, name, error)
                 self._refused.add((worker.url, name))
             self._changed_at[name] = monotonic()

@@ -9,6 +9,7 @@ import pytest
 from headrace.errors import NoReplicaError
 from headrace.remote.errors import RefusedError
 from headrace.scaleout import worker_adapters
+from headrace.scaleout.dispatcher import ReplicaLostError
 from headrace.scaleout.http_worker import HttpWorker
 from headrace.scaleout.worker_adapters import WorkerAdapters
 from tests.scaleout.test_proxy import STATUS
@@ -60,10 +61,11 @@ async def observe(adapters: WorkerAdapters, *workers: Worker) -> None:
 
 def test_load_on_all_workers_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(adapters: WorkerAdapters, a: Worker, b: Worker) -> None:
-        b.error = RefusedError("request", "other shapes")
-        with pytest.raises(RefusedError, match="other shapes"):
-            await adapters.load("x", "/x", [a, b])
-        assert not a.names and not adapters.with_changes({})
+        for error in (RefusedError("request", "other shapes"), ReplicaLostError("", "500")):
+            b.error = error
+            with pytest.raises(type(error), match=str(error)):
+                await adapters.load("x", "/x", [a, b])
+            assert not a.names and not adapters.with_changes({})
         b.error = None
         await adapters.load("x", "/x", [a, b])
         assert a.names == b.names == ["x"] and adapters.with_changes({}) == {"x": "/x"}
