@@ -31,14 +31,18 @@ class StructuredOutputs:
     """JSON schema, given as a mapping or as text and kept as text."""
     json_object: bool = False
     regex: str | None = None
-    """Regular expression that matches the entire text, in the syntax of Rust's `regex`.
+    r"""Regular expression that matches the entire text, in the syntax of Rust's `regex`.
 
-    It has no look-around and no backreferences.
+    `\d`, `\w` and `\s` are ASCII. It has no look-around and no backreferences.
     """
     choice: Sequence[str] | None = None
     grammar: str | None = None
     """Context-free grammar of the text: llguidance's dialect of Lark, or GBNF with the rule `root`
     (llama.cpp's, and vLLM's EBNF).
+    """
+    structural_tag: str | Mapping[str, Any] | None = None
+    """Text with tags whose content has a schema, in either form of vLLM and xgrammar, given as a
+    mapping or as text and kept as text.
     """
     strict: bool = True
     """Whether a keyword of `json` that no grammar enforces (`uniqueItems`, `not`, `if`, look-ahead
@@ -64,18 +68,18 @@ class StructuredOutputs:
             raise RequestError(f"strict must be true or false, not {reprlib.repr(self.strict)}")
         given = [
             name
-            for name in ("json", "regex", "choice", "grammar")
+            for name in ("json", "regex", "choice", "grammar", "structural_tag")
             if getattr(self, name) is not None
         ]
         given += ["json_object"] if self.json_object else []
         if len(given) != 1:
             named = " and ".join(given) if given else "no field"
             raise RequestError(
-                "structured_outputs takes exactly one field: json, json_object, regex, choice or "
-                f"grammar; it has {named}"
+                "structured_outputs takes exactly one field: json, json_object, regex, choice, "
+                f"grammar or structural_tag; it has {named}"
             )
         if self.json is not None:
-            text = _schema(self.json)
+            text = _schema("json", self.json)
             found = enforceable(json.loads(text), self.field or "json", strict=self.strict)
             if found.dropped:
                 object.__setattr__(self, "dropped", found.dropped)
@@ -85,6 +89,9 @@ class StructuredOutputs:
             object.__setattr__(self, "json", text)
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
+        if self.structural_tag is not None:
+            tag = _schema("structural_tag", self.structural_tag)
+            object.__setattr__(self, "structural_tag", tag)
         for name in ("regex", "grammar"):
             if getattr(self, name) is not None:
                 check_text(name, getattr(self, name), MAX_CHARACTERS)
@@ -131,22 +138,24 @@ def _choices(value: object) -> list[str]:
     return choices
 
 
-def _schema(value: object) -> str:
-    """A schema as JSON text; the output has its properties in the same order."""
+def _schema(name: str, value: object) -> str:
+    """A schema or tag as JSON text; the output has its properties in the same order."""
     try:
         if isinstance(value, Mapping):
             value = json.dumps(dict(value), ensure_ascii=False, allow_nan=False)
-        text = check_text("json", value, MAX_CHARACTERS)
+        text = check_text(name, value, MAX_CHARACTERS)
         schema = json.loads(text, parse_constant=_refuse_constant)
     except RequestError:
         raise
     except (TypeError, ValueError, RecursionError) as error:
         reason = "it is too deep" if isinstance(error, RecursionError) else reprlib.repr(str(error))
-        raise RequestError(f"json is not a JSON schema: {reason}") from None
+        kind = "a JSON schema" if name == "json" else "JSON"
+        raise RequestError(f"{name} is not {kind}: {reason}") from None
     if not isinstance(schema, dict):
-        raise RequestError(f"json must be a schema, a JSON object, not {reprlib.repr(schema)}")
+        kind = "a schema, a JSON object" if name == "json" else "a JSON object"
+        raise RequestError(f"{name} must be {kind}, not {reprlib.repr(schema)}")
     if _depth(schema) > MAX_DEPTH:
-        raise RequestError(f"json has more than {MAX_DEPTH} nested objects and lists")
+        raise RequestError(f"{name} has more than {MAX_DEPTH} nested objects and lists")
     return text
 
 

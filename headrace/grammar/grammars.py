@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from contextlib import suppress
 from copy import copy
+from dataclasses import replace
 from functools import lru_cache
 from threading import Lock
 from time import monotonic
@@ -20,7 +21,9 @@ import numpy as np
 
 from headrace.constraint import GrammarState, Mask, mask_words
 from headrace.errors import ConstraintError, HeadraceError, RequestError
+from headrace.grammar.ascii_classes import with_ascii_classes
 from headrace.grammar.cost import check_cost
+from headrace.grammar.structural_tag import structural_tag_lark
 from headrace.json_schema import subschemas
 from headrace.structured_outputs import StructuredOutputs
 
@@ -104,7 +107,11 @@ class Grammars:
             if self._tokens is None:
                 self._tokens = _Tokens(self._vocabulary, self._vocab_size)
                 self._tokenizer = llguidance.LLTokenizer(self._tokens)
-        grammar = _grammar(llguidance, outputs, name)
+        if outputs.structural_tag is not None:
+            grammar, schemas = structural_tag_lark(text, name, self._tokens.control_tokens)
+            outputs = replace(outputs, tool_schemas=schemas)
+        else:
+            grammar = _grammar(llguidance, outputs, name)
         matcher, message = self._matcher(llguidance, _enclosed(grammar, outputs.envelope))
         if matcher is None:
             if outputs.envelope:  # which the user has not written
@@ -146,6 +153,8 @@ class Grammars:
                 )
             if wrong:
                 return f"{wrong} cannot be compiled: {_shortened(reason)}; change this schema"
+        if outputs.structural_tag is not None:
+            return f"{name} cannot be compiled; use fewer or simpler tags"
         if outputs.tool_schemas:
             return f"{name} cannot be compiled together; send fewer tools, or simpler parameters"
         if not message:
@@ -254,6 +263,16 @@ class _Tokens:
         self._longest = max(map(len, self._by_text), default=0)
         self._cached_encode = lru_cache(_MAX_TOKENISED)(self._encode)
 
+    @property
+    def control_tokens(self) -> dict[str, int]:
+        """Ids of control tokens by their texts."""
+        texts = {
+            self.tokens[token].decode(errors="replace"): token
+            for token in self.special_token_ids
+            if token != self.eos_token_id
+        }
+        return {text: token for text, token in texts.items() if text}
+
     def __call__(self, text: str) -> list[int]:
         """Return the tokens of a text; llguidance may pass a long text, whose end is left out."""
         return self._cached_encode(text[:_MAX_FORCED_CHARACTERS])
@@ -285,7 +304,7 @@ def _key(outputs: StructuredOutputs) -> _Key:
         return "choice", json.dumps(outputs.choice), outputs.envelope
     return next(
         (name, str(text), outputs.envelope)
-        for name in ("json", "regex", "grammar", "json_object")
+        for name in ("json", "regex", "grammar", "structural_tag", "json_object")
         if (text := getattr(outputs, name))
     )
 
@@ -293,7 +312,7 @@ def _key(outputs: StructuredOutputs) -> _Key:
 def _grammar(llguidance: ModuleType, outputs: StructuredOutputs, name: str) -> str:
     matcher: type[LLMatcher] = llguidance.LLMatcher
     if outputs.regex is not None:
-        return matcher.grammar_from_regex(outputs.regex)
+        return matcher.grammar_from_regex(with_ascii_classes(outputs.regex))
     if outputs.grammar is not None:
         return matcher.grammar_from_lark(_lark(outputs.grammar, name))
     if outputs.choice is not None:

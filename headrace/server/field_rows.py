@@ -38,6 +38,10 @@ SERVED: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
             "response_format.json_schema",
             "response_format.json_schema.schema",
             "response_format.json_schema.strict",
+            "response_format.schema",
+            "response_format.structures",
+            "response_format.triggers",
+            "response_format.format",
         ),
     ),
     (

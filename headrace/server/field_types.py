@@ -154,6 +154,7 @@ _FORMATS = [
     _object(type={"enum": ["text", "json_object"]}),
     _object(type={"const": "json_schema"}, json_schema=_SCHEMA),
     _object(type={"const": "json_schema"}, schema={"type": "object"}),
+    _object(type={"const": "structural_tag"}),
 ]
 ResponseFormat = Annotated[dict[str, Any], msgspec.Meta(extra_json_schema={"anyOf": _FORMATS})]
 TextOptions = Annotated[

@@ -61,6 +61,7 @@ class Structured(msgspec.Struct, frozen=True, kw_only=True):
     regex: _Text | None = None
     choice: _Texts | None = None
     grammar: _Text | None = None
+    structural_tag: str | dict[str, Any] | None = None
     strict: bool | None = None
 
 

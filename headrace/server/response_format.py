@@ -43,6 +43,7 @@ def structured_outputs(request: SharedSampling, strict: bool = True) -> Structur
                 regex=record.regex,
                 choice=record.choice,
                 grammar=record.grammar,
+                structural_tag=record.structural_tag,
                 strict=strict if record.strict is None else record.strict,
                 field=field if field in _OTHER_NAMES else "",
             )
@@ -72,10 +73,17 @@ def response_format(
     with errors_name(param):
         if kind == "json_object" and not value.get("schema"):
             return StructuredOutputs(json_object=True)
+        if kind == "structural_tag":
+            place = schema_field.removesuffix(".schema").removesuffix(".json_schema")
+            return StructuredOutputs(structural_tag=value, field=place)
         # llama.cpp and other servers take a schema for a JSON object too.
         if kind not in ("json_schema", "json_object"):
-            raise RequestError(f"{param}.type must be text, json_object or json_schema")
+            raise RequestError(
+                f"{param}.type must be text, json_object, json_schema or structural_tag"
+            )
         inner = value.get("json_schema", value)
+        if inner is value:
+            schema_field = schema_field.replace(".json_schema", "")
         schema = inner.get("schema") if isinstance(inner, Mapping) else None
         if not isinstance(schema, Mapping):
             raise RequestError(f"{param} of type json_schema must have a schema, an object")
