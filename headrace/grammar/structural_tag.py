@@ -21,7 +21,7 @@ _KINDS = (
 )
 _ANY = "/(?s:.*)/"
 
-Part = Mapping[str, Any]
+Node = Mapping[str, Any]
 
 
 def structural_tag_lark(
@@ -48,7 +48,7 @@ class _Writer:
         longest_first = sorted(control_tokens, key=len, reverse=True)
         self._marker = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-    def structures(self, tag: Part, field: str) -> str:
+    def structures(self, tag: Node, field: str) -> str:
         """The older form: each structure has `begin`, `schema` and `end`."""
         tags = [
             {
@@ -61,7 +61,7 @@ class _Writer:
         part = {"structures": tags, "triggers": tag.get("triggers")}
         return self._triggered(part, field, "structures")
 
-    def part(self, part: Part, field: str) -> str:
+    def part(self, part: Node, field: str) -> str:
         kind = part.get("type")
         match kind:
             case "any_text":
@@ -94,13 +94,13 @@ class _Writer:
                 return self._separated(part, field)
         raise RequestError(f"{field}.type {kind!r} is not supported; use {_KINDS}")
 
-    def _elements(self, part: Part, field: str) -> list[str]:
+    def _elements(self, part: Node, field: str) -> list[str]:
         return [
             self.part(item, f"{field}.elements[{i}]")
             for i, item in enumerate(_list(part, "elements", field))
         ]
 
-    def _tag(self, tag: Part, field: str, begin: str | None = None) -> str:
+    def _tag(self, tag: Node, field: str, begin: str | None = None) -> str:
         """A tag; `begin` is the rest of its beginning, if a trigger has written the first part."""
         begin = _string(tag, "begin", field) if begin is None else begin
         ends = tag.get("end")
@@ -115,7 +115,7 @@ class _Writer:
             inner = f"({self.part(content, f'{field}.content')}) ({after})"
         return f"{self._text(begin)} ({inner})"
 
-    def _triggered(self, part: Part, field: str, name: str) -> str:
+    def _triggered(self, part: Node, field: str, name: str) -> str:
         """Free text, in which each trigger begins one of the tags that begin with it."""
         triggers = part.get("triggers")
         if not isinstance(triggers, list) or not all(
@@ -149,7 +149,7 @@ class _Writer:
             return either if part.get("at_least_one") else f"{either} | {free}"
         return f"({either}){'+' if part.get('at_least_one') else '*'} {free}"
 
-    def _separated(self, part: Part, field: str) -> str:
+    def _separated(self, part: Node, field: str) -> str:
         tags = " | ".join(
             self._tag(tag, f"{field}.tags[{i}]") for i, tag in enumerate(_list(part, "tags", field))
         )
@@ -158,7 +158,7 @@ class _Writer:
         more = "" if part.get("stop_after_first") else f" ({separator} {one})*"
         return f"{one}{more}" if part.get("at_least_one") else f"({one}{more})?"
 
-    def _json(self, schema: Part, field: str) -> str:
+    def _json(self, schema: Node, field: str) -> str:
         check_cost("json", json.dumps(schema), field)
         found = enforceable(schema, field).schema
         self.schemas.append((field, json.dumps(found)))
@@ -206,8 +206,8 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
-def _read(kind: type, name: str) -> Callable[[Part, str, str], Any]:
-    def read(part: Part, key: str, field: str) -> Any:
+def _read(kind: type, name: str) -> Callable[[Node, str, str], Any]:
+    def read(part: Node, key: str, field: str) -> Any:
         value = part.get(key) if isinstance(part, Mapping) else None
         if not isinstance(value, kind):
             raise RequestError(f"{field}.{key} must be {name}")
@@ -216,11 +216,11 @@ def _read(kind: type, name: str) -> Callable[[Part, str, str], Any]:
     return read
 
 
-_string: Callable[[Part, str, str], str] = _read(str, "text")
-_mapping: Callable[[Part, str, str], Part] = _read(dict, "an object")
+_string: Callable[[Node, str, str], str] = _read(str, "text")
+_mapping: Callable[[Node, str, str], Node] = _read(dict, "an object")
 
 
-def _list(part: Part, key: str, field: str) -> list[Part]:
+def _list(part: Node, key: str, field: str) -> list[Node]:
     value = part.get(key)
     if not isinstance(value, list) or not value or not all(isinstance(v, dict) for v in value):
         raise RequestError(f"{field}.{key} must be a list of objects, with at least one")

@@ -309,7 +309,7 @@ def test_the_cache_keeps_the_latest_grammars(monkeypatch: pytest.MonkeyPatch) ->
     grammars = Grammars(JsonVocabulary(), VOCAB)
     for text in ("a", "b", "a", "c"):
         grammars.compile(StructuredOutputs(regex=text))
-    assert [text for _, text in grammars._compiled] == ["a", "c"]
+    assert [text for _, text, _ in grammars._compiled] == ["a", "c"]
 
 
 def test_a_grammar_is_compiled_again_after_its_uses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +317,7 @@ def test_a_grammar_is_compiled_again_after_its_uses(monkeypatch: pytest.MonkeyPa
     grammars, found = Grammars(JsonVocabulary(), VOCAB), []
     for _ in range(4):
         grammars.compile(StructuredOutputs(regex="a"))
-        found.append(grammars._compiled["regex", "a"][1])
+        found.append(grammars._compiled["regex", "a", ""][1])
     assert found[0] is found[1] and found[2] is found[3] and found[1] is not found[2]
 
 

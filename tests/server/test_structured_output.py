@@ -119,6 +119,22 @@ class TestText:
             text(response_format={"type": "text"}, structured_outputs={"choice": ["yes"]}) == "yes"
         )
 
+    def test_structural_tag_and_json_object_with_a_schema(self, server: Running) -> None:
+        def reply(**more: Any) -> Reply:
+            return server.post("/v1/chat/completions", CHAT | more)
+
+        tag = {"type": "structural_tag", "format": {"type": "const_string", "value": "yes"}}
+        assert content(reply(response_format=tag)) == "yes"
+        assert content(reply(structured_outputs={"structural_tag": json.dumps(tag)})) == "yes"
+        text = content(reply(response_format={"type": "json_object", "schema": SCHEMA}))
+        jsonschema.validate(json.loads(text), SCHEMA)
+        for value, path in (
+            ({"type": "json_object", "schema": {"type": "strin"}}, "response_format.schema"),
+            ({"type": "structural_tag", "format": {}}, "response_format.format.type"),
+        ):
+            error = reply(response_format=value).json["error"]
+            assert (error["message"].split()[0], error["param"]) == (path, "response_format")
+
     def test_structured_output_of_every_api(self, server: Running) -> None:
         whole = content(server.post("/v1/chat/completions", CHAT | {"response_format": FORMAT}))
         body = {
