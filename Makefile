@@ -21,7 +21,7 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
 export HEADRACE_ISAS ?= native
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help run test test-api test-arm test-agents test-clients test-dashboard test-cuda test-page test-ray test-tokenizers test-triton soak soak-server soak-route soak-ranks cli fuzz gguf sanitize mutate lint format \
+.PHONY: help run test test-api test-arm test-agents test-clients test-dashboard test-cuda test-page test-ray test-tokenizers test-triton soak soak-server soak-route soak-ranks soak-loads cli fuzz gguf sanitize mutate lint format \
 	bench bench-cuda cuda-bundle micro docs wheel clean
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo 'make test-triton the long form of the tests of the GPU backend, without a GPU, and all of its kernels compiled for an H100'
 	@echo 'make soak    2,000 rounds of interrupts, closes, forks, failures'
 	@echo 'make soak-route two workers that die, each with nginx before it; `make soak-ranks`: 2,000 requests to experts on ranks'
+	@echo 'make soak-loads 20 starts of the server whose load takes 90 s, ten side by side: four minutes'
 	@echo 'make soak-server the server under load and faults, in an hour; `python benchmarks/soak SCENARIO`: one of them'
 	@echo 'make fuzz    hostile files, templates, batches and native calls, for SECONDS=$(SECONDS)'
 	@echo 'make gguf    GGUF files of all families by llama.cpp: the same tensors, and the logits that it computes (LLAMA_PYTHON=...)'
@@ -113,6 +114,9 @@ soak-route: .venv/.test
 
 soak-ranks: .venv/.test
 	$(BIN)/python benchmarks/soak ranks_experts
+
+soak-loads: .venv/.test
+	$(BIN)/python benchmarks/soak long_loads
 
 fuzz: .venv/.test
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)

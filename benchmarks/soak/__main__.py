@@ -5,6 +5,7 @@ failed.
     python benchmarks/soak [--seconds N] SCENARIO ...   some scenarios; N seconds for those with a
                                                         length: load, overload, mixed, and
                                                         those of `make soak-route`, `soak-ranks`
+                                                        and `soak-loads`
 """
 
 import argparse
@@ -30,8 +31,10 @@ _ALL = (
     "distinct",
     "slow_readers",
 )
-_APART = ("proxied_route", "ranks_experts")
-"""Scenarios that need nginx, or torch: `make soak-route` and `make soak-ranks`."""
+_APART = ("proxied_route", "ranks_experts", "long_loads")
+"""Scenarios that need nginx, torch, or minutes of waiting: `make soak-route`, `soak-ranks` and
+`soak-loads`.
+"""
 
 
 def main() -> None:

@@ -8,6 +8,8 @@ const HEIGHT = 168;
 const MARGIN = { left: 38, right: 8, top: 8, bottom: 26 };
 const TRAIL = 60;
 const FONT = "10px system-ui, sans-serif";
+const LABEL_HEIGHT = 11;
+const LABEL_GAP = 6;
 
 const canvas = byId("roofline");
 const value = byId("roofline-value");
@@ -85,6 +87,7 @@ function axes(context, { x, y, x0, x1, y0, y1 }, width) {
 
 function roofs(context, { x, y, x0, x1 }) {
   const used = trail.at(-1)?.kind ?? "int8";
+  const labels = []; // a label at the height of another goes to its left
   for (const [kind, rate] of Object.entries(limits.rates).sort(([one]) => (one === used ? 1 : -1))) {
     const ridge = Math.max(rate / limits.bandwidth, 10 ** x0);
     context.strokeStyle = context.fillStyle = colour(kind === used ? "ink" : "faint");
@@ -92,7 +95,11 @@ function roofs(context, { x, y, x0, x1 }) {
     context.globalAlpha = kind === used ? 1 : 0.55;
     stroke(context, [x(10 ** x0), y(limits.bandwidth * 10 ** x0)], [x(ridge), y(rate)], [x(10 ** x1), y(rate)]);
     context.textAlign = "right";
-    context.fillText(kind, x(10 ** x1) - 2, y(rate) + (kind === used ? -4 : 11));
+    const at = y(rate) + (kind === used ? -4 : 11);
+    const beside = labels.filter((one) => Math.abs(one.at - at) < LABEL_HEIGHT).map((one) => one.left - LABEL_GAP);
+    const right = Math.min(x(10 ** x1) - 2, ...beside);
+    context.fillText(kind, right, at);
+    labels.push({ at, left: right - context.measureText(kind).width });
     context.globalAlpha = 1;
   }
 }
