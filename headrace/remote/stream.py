@@ -1,4 +1,5 @@
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 from headrace.remote import frames
@@ -16,13 +17,18 @@ class Stream:
     ) -> None:
         self.id = request_id
         self.request = request
-        self.output_tokens = 0
+        self.tokens_by_output = Counter[int]()
+        """Output tokens by the index of their output."""
         self.finish_reasons: list[str] = []
         self.ended: frames.Ended | None = None
         self.error: EngineError | frames.Refused | None = None
         self._abort = abort
         self._events: asyncio.Queue[frames.Event | EngineError] = asyncio.Queue()
         self._is_over = False
+
+    @property
+    def output_tokens(self) -> int:
+        return self.tokens_by_output.total()
 
     def put(self, event: frames.Event | EngineError) -> bool:
         is_last = isinstance(event, frames.Ended | EngineError)
@@ -80,7 +86,7 @@ class Stream:
     def _record(self, event: frames.Event | EngineError) -> None:
         match event:
             case frames.StepOutput():
-                self.output_tokens += len(event.token_ids)
+                self.tokens_by_output[event.index] += len(event.token_ids)
                 if event.finish_reason:
                     self.finish_reasons.append(event.finish_reason)
             case frames.Ended():

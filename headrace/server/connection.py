@@ -6,11 +6,12 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from headrace.server.http_exchange import App, Message, Receive, Scope, Send
+from headrace.server.http_exchange import PING, App, Message, Receive, Scope, Send
 from headrace.server.settings import Settings
 
 _MAX_HEAD_BYTES = 1 << 16
 _PROBE_SECONDS = 0.5
+_FIRST_POLL_SECONDS = 0.001
 _POLL_SECONDS = 0.1
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -91,7 +92,11 @@ class Connection(HttpToolsProtocol):
         """Keep the connection if its client has ended its side after a complete request."""
         if self._is_idle or self.cycle.more_body:
             return False
-        self._half_closed_timer = self.loop.call_later(_PROBE_SECONDS, self._probe)
+        is_streaming = not self.pipeline and self.cycle.response_started
+        if is_streaming and PING not in self.cycle.scope:
+            return False
+        delay = 0 if is_streaming else _PROBE_SECONDS
+        self._half_closed_timer = self.loop.call_later(delay, self._probe)
         return True
 
     @property
@@ -99,19 +104,26 @@ class Connection(HttpToolsProtocol):
         return self.cycle is None or (self.cycle.response_complete and not self.pipeline)
 
     def _probe(self) -> None:
-        """Send an interim response: a client that has left altogether resets the connection."""
-        is_first = not self.pipeline and not self.cycle.response_started
-        if is_first and self.cycle.scope["http_version"] == "1.1":
-            self.transport.write(_CONTINUE)
-        self._look_for_reset()
+        """Send an interim response or an empty event.
 
-    def _look_for_reset(self) -> None:
+        A client that has left altogether then resets the connection.
+        """
+        scope: Scope = self.cycle.scope  # type: ignore[assignment] # our type of ASGI
+        is_first = not self.cycle.response_started and not self.pipeline
+        if is_first and scope["http_version"] == "1.1":
+            self.transport.write(_CONTINUE)
+        elif PING in scope:
+            scope[PING]()
+        self._look_for_reset(_FIRST_POLL_SECONDS)
+
+    def _look_for_reset(self, seconds: float) -> None:
         # asyncio reads no more from this connection, so it would notice a reset only at a write.
         connection = self.transport.get_extra_info("socket")
         if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
         else:
-            self._half_closed_timer = self.loop.call_later(_POLL_SECONDS, self._look_for_reset)
+            later = min(2 * seconds, _POLL_SECONDS)
+            self._half_closed_timer = self.loop.call_later(seconds, self._look_for_reset, later)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

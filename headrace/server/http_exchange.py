@@ -25,6 +25,8 @@ BASE_SEED = "headrace.seed"
 """ASGI extension: the base seed for the prompts of this request that set none."""
 SSE_DONE = b"data: [DONE]\n\n"
 _SSE_PING = b": ping\n\n"
+PING = "headrace.ping"
+"""Key of a function in the scope of an open stream, which sends a comment."""
 _SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -163,11 +165,14 @@ class HttpExchange:
 
     async def stream_events(self, events: AsyncGenerator[bytes], keepalive_seconds: float) -> None:
         """Stream server-sent events, with comments after silence. Raises Disconnected."""
-        pinging = asyncio.ensure_future(self._ping(keepalive_seconds))
+        pings = [asyncio.ensure_future(self._ping_after_silence(keepalive_seconds))]
+        self.scope[PING] = lambda: pings.append(asyncio.ensure_future(self._ping()))
         try:
             await self.stream_bytes(events, _SSE_HEADERS)
         finally:
-            pinging.cancel()
+            del self.scope[PING]
+            for ping in pings:
+                ping.cancel()
 
     async def stream_bytes(self, parts: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
         await self._start_response(200, headers)
@@ -183,12 +188,14 @@ class HttpExchange:
                 self._last_sent = monotonic()
                 await self._send({"type": "http.response.body", "body": part, "more_body": True})
 
-    async def _ping(self, keepalive_seconds: float) -> None:
+    async def _ping(self) -> None:
+        await self._send({"type": "http.response.body", "body": _SSE_PING, "more_body": True})
+
+    async def _ping_after_silence(self, keepalive_seconds: float) -> None:
         while True:
             await asyncio.sleep(keepalive_seconds)
             if monotonic() - self._last_sent >= keepalive_seconds:
-                ping = {"type": "http.response.body", "body": _SSE_PING, "more_body": True}
-                await self._send(ping)
+                await self._ping()
 
     async def _start_response(self, status: int, headers: Mapping[str, str]) -> None:
         self.response_started = True

@@ -43,7 +43,7 @@ _GAUGES = {
     ),
     "occupancy": _Name(
         "headrace_kv_occupancy_ratio",
-        ("vllm:kv_cache_usage_perc",),
+        ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
         "Share of the KV memory that sequences hold, from 0 to 1.",
     ),
     "blocks_total": _Name("headrace_kv_blocks", (), "KV blocks."),
@@ -155,8 +155,24 @@ _HISTOGRAMS = {
         ("vllm:request_generation_tokens",),
         "Output tokens of a request.",
     ),
+    "longest_output": _Name(
+        "headrace_request_longest_output_tokens",
+        ("vllm:request_max_num_generation_tokens",),
+        "Tokens of the longest output of a request.",
+    ),
+    "max_tokens": _Name(
+        "headrace_request_max_tokens",
+        ("vllm:request_params_max_tokens",),
+        "The field `max_tokens` of requests that set it.",
+    ),
+    "num_outputs": _Name(
+        "headrace_request_outputs", ("vllm:request_params_n",), "Outputs (`n`) of a request."
+    ),
 }
-_TOKEN_HISTOGRAMS = ("request_prompt", "request_output")
+_TOKEN_HISTOGRAMS = (
+    *("request_prompt", "request_output", "longest_output"),
+    *("max_tokens", "num_outputs"),
+)
 _ENDED = _Name(
     "headrace_requests", (), "Ended requests: completed, aborted by the client, or failed."
 )
@@ -206,7 +222,7 @@ class Metrics:
 
     def stream_ended(self, stream: Stream, seconds: float) -> None:
         """Count a request to the engine that took `seconds`."""
-        ended, num_tokens = stream.ended, stream.output_tokens
+        ended, num_tokens, by_output = stream.ended, stream.output_tokens, stream.tokens_by_output
         if ended is None or ended.error:
             reason = "error" if stream.error else "abort"
             self._ended.labels("error" if stream.error else "aborted").inc()
@@ -222,6 +238,12 @@ class Metrics:
         self._observe("inference", ended.prefill + ended.decode)
         self._observe("request_prompt", ended.prompt_tokens)
         self._observe("request_output", num_tokens)
+        self._observe("longest_output", max(by_output.values(), default=0))
+        params = stream.request.params if stream.request else None
+        if params:
+            self._observe("num_outputs", params.n)
+        if params and params.max_tokens is not None:
+            self._observe("max_tokens", params.max_tokens)
         per_sequence = num_tokens / max(1, len(stream.finish_reasons))
         if per_sequence > 1:
             self._observe("per_token", ended.decode / (per_sequence - 1))

@@ -70,7 +70,8 @@ def prometheus(served: Running, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def use(served: Running) -> None:
     """Send requests of all kinds: cached, with drafts, refused."""
     key = {"authorization": f"Bearer {KEY}"}
-    body = {"prompt": "one two " * 40, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    # One token again and again, so that drafts of n-grams are proposed and accepted.
+    body = {"prompt": "one two " * 40, "max_tokens": 60, "logit_bias": {"65": 100}}
     assert served.post("/v1/completions", body, key).status == 200
     assert served.post("/v1/completions", {"prompt": 5}, key).status == 400
     time.sleep(0.2)

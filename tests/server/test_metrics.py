@@ -24,6 +24,9 @@ HISTOGRAMS = (
     "request_inference_time_seconds",
     "request_prompt_tokens",
     "request_generation_tokens",
+    "request_max_num_generation_tokens",
+    "request_params_n",
+    "request_params_max_tokens",
 )
 COUNTERS = (
     "prompt_tokens",
@@ -36,7 +39,12 @@ COUNTERS = (
     "spec_decode_num_accepted_tokens",
     "request_success",
 )
-GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+GAUGES = (
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "gpu_cache_usage_perc",
+)
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +103,9 @@ def test_values_are_those_of_the_requests(samples: dict[str, dict[str, float]]) 
     assert samples["headrace_requests_total"] == {"completed": 3, "aborted": 1, "error": 0}
     assert samples["vllm:request_generation_tokens_sum"][""] == 9 + 2 * 5
     assert samples["vllm:request_generation_tokens_count"][""] == 3
+    assert samples["vllm:request_max_num_generation_tokens_sum"][""] == 9 + 5
+    assert samples["vllm:request_params_n_sum"][""] == 1 + 2
+    assert samples["vllm:request_params_max_tokens_sum"][""] == 9 + 5
     total = samples["vllm:generation_tokens_total"][""]
     assert total > 19 and total == samples["headrace_generated_tokens_total"][""]
 

@@ -273,6 +273,7 @@ class TestShutdown:
             for reply in replies
         )
         assert server.stop() == 0
+        assert "WARNING" not in "".join(server.log)
 
     def test_second_signal_ends_at_once(self, model: str) -> None:
         server = Running(model, *FLAGS, "--drain-seconds", "600")
