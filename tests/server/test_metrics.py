@@ -59,7 +59,9 @@ def counted(model: str) -> Iterator[Running]:
         left = server.open_stream(
             "/v1/completions", BODY | {"max_tokens": 3000, "stream": True, "n": 4, "temperature": 1}
         )
-        left.recv(1000)
+        received = b""
+        while b"choices" not in received:  # it has its first token
+            received += left.recv(1000)
         left.close()
         until(server.at_rest)
         yield server
