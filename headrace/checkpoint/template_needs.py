@@ -42,11 +42,6 @@ class _CallForms(NamedTuple):
     text: bool
     """Whether arguments may be JSON text."""
 
-    @property
-    def is_useless(self) -> bool:
-        """Whether the template renders no calls."""
-        return not (self.objects or self.text)
-
 
 class Adapted(NamedTuple):
     messages: Messages
@@ -68,6 +63,7 @@ class TemplateNeeds:
         self.knows_role = cache(self._knows_role)
         self.reads_parts = cache(self._reads_parts)
         self.call_forms = cache(self._call_forms)
+        self._drops_calls = cache(self._find_drops_calls)
         self._ignores_tools = cache(lambda: not self._takes_tools())
         self._takes_results = cache(self._find_takes_results)
         self._roles = RoleFolds(self._probe)
@@ -102,7 +98,7 @@ class TemplateNeeds:
         role = message.get("role")
         if role in _STANDARD_ROLE and not self.knows_role(role):
             role = message["role"] = _STANDARD_ROLE[role]
-        if "tool_calls" in message and self.call_forms("").is_useless:
+        if "tool_calls" in message and self._drops_calls():
             # The template drops calls, so that the model would not know that it made them.
             calls = calls_text(message.pop("tool_calls"))
             text = text_of(message.get("content"))
@@ -176,13 +172,22 @@ class TemplateNeeds:
 
     def _takes_tools(self) -> bool:
         """Whether the template renders tools, or calls of tools."""
-        if not self.call_forms("").is_useless:
+        if not self._drops_calls():
             return True
         if "tools" not in self._source:
             return False
         user = [{"role": "user", "content": "qz"}]
         without = self._probe(user)
         return not without or self._probe(user, [_TOOL]) != without
+
+    def _find_drops_calls(self) -> bool:
+        """Whether the template renders an assistant's text, and no part of its calls."""
+        rendered = "".join(
+            self._probe(_calls(content, arguments))
+            for content in ("", None, _MISSING)
+            for arguments in (_ARGUMENTS, _json(_ARGUMENTS))
+        )
+        return bool(rendered) and not any(text in rendered for text in (_NAME, _KEY, _VALUE))
 
     def _find_takes_results(self) -> bool:
         """Whether the template renders results of tools, or no user's message either."""
