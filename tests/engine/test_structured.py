@@ -17,7 +17,7 @@ from headrace.config import EngineConfig
 from headrace.engine.engine import Engine
 from headrace.errors import ConstraintError, RequestError
 from headrace.outputs import RequestOutput
-from headrace.sampling_params import SamplingParams
+from headrace.sampling_params import SamplingParams, ThinkingBudget
 from headrace.speculation.proposers import PROPOSERS, REQUIRED_OPTION
 from headrace.structured_outputs import StructuredOutputs
 from tests.draft_engines import draft_engine
@@ -109,6 +109,17 @@ REQUESTS: list[Ask] = [
         [1],
         SamplingParams(
             temperature=0, max_tokens=20, logprobs=0, bad_words=["ab", "name", "{"], ignore_eos=True
+        ),
+    ),
+    (
+        [7, 8, 9, 0],
+        SamplingParams(
+            seed=9,
+            n=2,
+            max_tokens=24,
+            logprobs=1,
+            ignore_eos=True,
+            thinking_budget=ThinkingBudget(max_tokens=5, begin="{", end="null,"),
         ),
     ),
 ]
