@@ -30,7 +30,7 @@ help:
 	@echo 'make test-api CASES=$(CASES) requests made of /openapi.json, by every field of every route; SEED=1: others'
 	@echo 'make test-arm the kernels compiled for aarch64, under qemu: Debian, with g++-aarch64-linux-gnu and qemu-user'
 	@echo 'make test-agents the loop of an agent with Qwen2.5-Coder-0.5B-Instruct, which calls tools by itself: QWEN=FILE'
-	@echo 'make test-clients clients of others against running servers: openai, anthropic, litellm, langchain, llm'
+	@echo 'make test-clients clients of others against running servers: docs/internals/clients.md; with npm also those of Node'
 	@echo 'make test-dashboard each query of deploy/grafana.json against a running Prometheus: Debian'"'"'s package `prometheus`'
 	@echo 'make test-cuda the tests of the GPU backend on a GPU, and what it promises, tried in real dimensions: benchmarks/cuda/checks.py'
 	@echo 'make test-page the page of the server in headless Chromium, with pictures in $(PICTURES)'
@@ -71,10 +71,10 @@ test-api: .venv/.test
 test-arm: .venv/.test
 	$(BIN)/python -m tests.arm $(TESTS)
 
-# Each client has a virtual environment of its own below .clients, made once.
 test-agents: .venv/.test
 	HEADRACE_QWEN=$(QWEN) $(BIN)/python -m pytest tests/server/test_agent_loop.py
 
+# Each client has an environment of its own below .clients, made once.
 test-clients: .venv/.test
 	$(BIN)/python -m tests.clients
 

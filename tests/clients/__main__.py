@@ -1,12 +1,14 @@
-"""Client libraries against running servers, each in its newest version in a virtual environment.
+"""Client libraries against running servers, each in an environment of its own.
 
-The environments are in `.clients`. A script `with_NAME.py` uses its client as programs do. If two
-clients send the same request, they must get the same response.
+The environments are in `.clients`. A script `with_NAME.py` or `with_NAME.mjs` uses its client as
+programs do. If two clients send the same request, they must get the same response. The name
+`headrace` is `LLM`, whose scores lm-eval must get over HTTP.
 """
 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,13 +26,29 @@ from tests.server.tool_calling_model import write_caller_gguf
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / ".clients"
-REQUIREMENTS = {
+PYTHON = {
     "openai": "openai",
     "anthropic": "anthropic",
     "litellm": "litellm[mcp]!=1.82.7,!=1.82.8",  # these two were not released by its authors
     "langchain": "langchain-openai",
     "llm": "llm",
+    "instructor": "instructor==1.17.0",
+    "pydantic_ai": "pydantic-ai-slim[openai]==2.68.0",
+    "openai_agents": "openai-agents==0.24.0",
+    "llama_index": "llama-index-llms-openai-like==0.8.1 llama-index-embeddings-openai-like==0.4.0",
+    "dspy": "dspy[numpy]==3.4.1",
+    "lm_eval": "lm-eval[api]==0.4.13",
 }
+NODE = {
+    "node_openai": "openai@6.49.0 zod@4.6.7",
+    "node_anthropic": "@anthropic-ai/sdk@1.14.0",
+    "node_ai": "ai@6.0.326 @ai-sdk/openai@3.0.141 @ai-sdk/openai-compatible@2.0.92 "
+    "@ai-sdk/anthropic@3.0.140",
+    "node_langchain": "langchain@1.5.14 @langchain/core@1.4.0 @langchain/openai@1.5.8 "
+    "@langchain/anthropic@1.5.11",
+}
+"""Packages of the clients of Python and of Node, each list's first one being the client."""
+ITSELF = "headrace"
 OWN = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 """Environment variables of the clients, which inherit no others."""
 SECONDS = 600.0
@@ -38,7 +56,7 @@ SECONDS = 600.0
 
 
 def main() -> int:
-    names = sys.argv[1:] or list(REQUIREMENTS)
+    names = sys.argv[1:] or [ITSELF, *PYTHON, *(NODE if shutil.which("npm") else ())]
     versions = {name: installed(name) for name in names}
     with ExitStack() as stack:
         caller = write_caller_gguf(
@@ -62,14 +80,33 @@ def main() -> int:
 
 def installed(name: str) -> str:
     """Install a client if needed; returns its distribution and version."""
-    folder, requirement = FOLDER / name, REQUIREMENTS[name]
-    pip = [str(python_of(name)), "-m", "pip", "-q", "--disable-pip-version-check"]
-    if not (folder / "ready").exists():
-        print(f"[set-up] {requirement} in {folder.relative_to(HERE.parents[1])}", flush=True)
-        venv.create(folder, clear=True, with_pip=True)
-        subprocess.run([*pip, "install", requirement], check=True, env=OWN)
-        (folder / "ready").touch()
-    distribution = re.split(r"[\[!]", requirement, maxsplit=1)[0]
+    if name == ITSELF:
+        return "LLM"
+    folder, packages = FOLDER / name, (PYTHON | NODE)[name].split()
+    ready = folder / "ready"
+    if not ready.exists() or ready.read_text() != " ".join(packages):
+        print(f"[set-up] {name} in {folder.relative_to(HERE.parents[1])}", flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        (install_python if name in PYTHON else install_node)(folder, packages)
+        ready.write_text(" ".join(packages))
+    return version_of_python(name) if name in PYTHON else " ".join(packages[0].rsplit("@", 1))
+
+
+def install_python(folder: Path, packages: list[str]) -> None:
+    venv.create(folder, clear=True, with_pip=True)
+    pip = [str(folder / "bin/python"), "-m", "pip", "-q", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", *packages], check=True, env=OWN)
+
+
+def install_node(folder: Path, packages: list[str]) -> None:
+    folder.mkdir(parents=True)
+    (folder / "package.json").write_text("{}")
+    npm = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--save-exact"]
+    subprocess.run([*npm, *packages], check=True, env=OWN, cwd=folder)
+
+
+def version_of_python(name: str) -> str:
+    distribution = re.split(r"[\[!=]", PYTHON[name].split()[0], maxsplit=1)[0]
     code = f"import importlib.metadata as m; print(m.version({distribution!r}))"
     version = subprocess.run(
         [python_of(name), "-c", code], check=True, capture_output=True, text=True, env=OWN
@@ -78,17 +115,22 @@ def installed(name: str) -> str:
 
 
 def python_of(name: str) -> Path:
-    return FOLDER / name / "bin" / "python"
+    return Path(sys.executable) if name == ITSELF else FOLDER / name / "bin" / "python"
+
+
+def command_of(name: str) -> list[str | Path]:
+    """Return the command of a client's script; Node finds packages beside the script only."""
+    if name not in NODE:
+        return [python_of(name), HERE / f"with_{name}.py"]
+    for script in HERE.glob("*.mjs"):
+        shutil.copy(script, FOLDER / name)
+    return ["node", FOLDER / name / f"with_{name}.mjs"]
 
 
 def run_client(name: str, env: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Return the results of a client's checks by name."""
     ran = subprocess.run(
-        [python_of(name), HERE / f"with_{name}.py"],
-        env=env,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=SECONDS,
+        command_of(name), env=env, stdout=subprocess.PIPE, text=True, timeout=SECONDS
     )
     lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     ended = {
@@ -101,7 +143,7 @@ def run_client(name: str, env: dict[str, str]) -> dict[str, dict[str, Any]]:
 
 def report(versions: dict[str, str], results: dict[str, dict[str, dict[str, Any]]]) -> int:
     """Print the results; returns the exit code."""
-    table = Table("", *versions.values())
+    table = Table("", "passed", "failed")
     failures: list[str] = []
     for check in dict.fromkeys(check for result in results.values() for check in result):
         lines = {name: result[check] for name, result in results.items() if check in result}
@@ -116,11 +158,9 @@ def report(versions: dict[str, str], results: dict[str, dict[str, dict[str, Any]
             if len(responses) > 1
             else []
         )
-        cells = (
-            "" if name not in lines else "passed" if lines[name]["passed"] else "FAILED"
-            for name in results
-        )
-        table.add_row(check, *cells)
+    for name, result in results.items():
+        passed = sum(line["passed"] for line in result.values())
+        table.add_row(versions[name], str(passed), str(len(result) - passed))
     Console(width=120).print(table, *failures, sep="\n")
     return 1 if failures else 0
 

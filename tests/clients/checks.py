@@ -5,9 +5,14 @@ import os
 import threading
 import traceback
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+try:
+    from pydantic import BaseModel, ConfigDict, Field
+except ImportError:  # lm-eval's environment has none
+    BaseModel = None
 
 URL, CALLER_URL, NARROW_URL, HASTY_URL = (
     os.environ.get(f"{name}_URL", "") for name in ("CHAT", "CALLER", "NARROW", "HASTY")
@@ -35,6 +40,16 @@ SCHEMA = {
     "required": ["name", "moons"],
     "additionalProperties": False,
 }
+if BaseModel is not None:
+
+    class Planet(BaseModel):
+        """`SCHEMA` for clients that take classes."""
+
+        model_config = ConfigDict(extra="forbid")
+        name: str = Field(max_length=12)
+        moons: int = Field(ge=0, le=99)
+
+
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION = {"name": "weather", "description": "The weather of a city.", "parameters": PARAMETERS}
 TOOL = {"type": "function", "function": FUNCTION}
@@ -71,6 +86,11 @@ def planet(text: str) -> str:
         and 0 <= value["moons"] <= 99
     ), value
     return json.dumps(value)
+
+
+def embedded(vector: Iterable[float]) -> str:
+    """Return the first numbers of an embedding, at the accuracy that all forms keep."""
+    return json.dumps([round(float(number), 5) for number in list(vector)[:8]])
 
 
 def errors(url: str, code: str) -> int:
