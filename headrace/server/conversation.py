@@ -157,6 +157,7 @@ async def generate(
                         tools=callable_tools,
                         end_tokens=end_tokens,
                         parallel=conversation.parallel_tool_calls,
+                        demanded=choice.demanded(callable_tools),
                     )
                     for _ in range(params.n)
                 ],

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from headrace.sampling_params import ThinkingBudget
 from headrace.server.output_parsers.delta_writer import DeltaWriter, random_id
-from headrace.server.output_parsers.deltas import Delta
+from headrace.server.output_parsers.deltas import Content, Delta, ToolCallStart
 from headrace.server.output_parsers.end_tokens import EndTokenFilter
 from headrace.server.output_parsers.formats import (
     detect_tool_call_format,
@@ -88,7 +88,9 @@ class OutputFormat:
         tools: Sequence[Tool] = (),
         end_tokens: Iterable[str] = (),
         parallel: bool = True,
+        demanded: Collection[str] = (),
     ) -> "OutputParser":
+        """Make a parser; `demanded` names the tools of which the output must call one."""
         return OutputParser(
             self._active_tool_call_format(bool(tools)),
             self.reasoning_format,
@@ -96,6 +98,7 @@ class OutputFormat:
             tools=tools,
             end_tokens=end_tokens,
             parallel=parallel,
+            demanded=demanded,
         )
 
     def _active_tool_call_format(self, with_tools: bool) -> ToolCallFormat | None:
@@ -119,11 +122,15 @@ class OutputParser:
         tools: Sequence[Tool] = (),
         end_tokens: Iterable[str] = (),
         parallel: bool = True,
+        demanded: Collection[str] = (),
     ) -> None:
         """With `in_reasoning`, the prompt ends within reasoning.
 
-        Without `parallel`, only the first call is written.
+        Without `parallel`, only the first call is written. If calls are `demanded`, the output has
+        no content, and the start of a call to the only demanded tool becomes a call.
         """
+        self._demanded = tuple(demanded)
+        self._has_call = self._has_cut_call = False
         self._writer = DeltaWriter(
             tool_call_format.new_id if tool_call_format else random_id,
             holds_space=tool_call_format is not None,
@@ -148,14 +155,28 @@ class OutputParser:
 
     def push(self, text: str) -> list[Delta]:
         self._push(self._end_tokens.push(text))
-        return self._writer.take()
+        return self._take()
 
     def finish(self) -> list[Delta]:
         self._push(self._end_tokens.finish())
         for stage in self._stages:
             stage.finish()
         self._writer.finish()
-        return self._writer.take()
+        deltas = self._take()
+        if self._has_cut_call and not self._has_call and len(self._demanded) == 1:
+            self._writer.start_call(self._demanded[0])
+            deltas += self._writer.take()
+        return deltas
+
+    def _take(self) -> list[Delta]:
+        deltas = self._writer.take()
+        if not self._demanded:
+            return deltas
+        # A call that is cut before its name looks like text. The grammar allows no other text.
+        text = "".join(delta.text for delta in deltas if isinstance(delta, Content))
+        self._has_cut_call |= bool(text.strip())
+        self._has_call |= any(isinstance(delta, ToolCallStart) for delta in deltas)
+        return [delta for delta in deltas if not isinstance(delta, Content)]
 
     def _push(self, text: str) -> None:
         if text:

@@ -52,6 +52,12 @@ class ToolChoice:
     allowed: frozenset[str] | None = None
     """Names of the only tools that the model may call; None: all of the request."""
 
+    def demanded(self, tools: "Sequence[Tool]") -> list[str]:
+        """The names of the tools of which the output must call one; empty if it need not."""
+        if self.mode == "named":
+            return [tool.name for tool in tools if tool.name == self.name]
+        return [tool.name for tool in tools] if self.mode == "required" else []
+
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Tool, ...]:
     """Parse tools of chat completions. Raises RequestError, which names the field."""

@@ -128,6 +128,18 @@ class TestEveryFormat:
         assert calls == (TWO[:1] if format_ == "harmony" else TWO)
 
     @pytest.mark.parametrize("format_", TOOL_CALL_FORMATS)
+    def test_a_demanded_call_is_never_content(self, format_: str) -> None:
+        """The start of a call that the length cuts before its name is no text for the user."""
+        demanded = ToolChoice("named", WEATHER.name).demanded(TOOLS)
+        starts = 0
+        for end in range(1, len(EXAMPLES[format_])):
+            output_parser = style(format_).parser(tools=TOOLS, parallel=False, demanded=demanded)
+            found = summary(deltas(output_parser, list(EXAMPLES[format_][:end])))
+            assert all(item[:2] == ("call", WEATHER.name) for item in found)
+            starts += len(found)
+        assert starts > len(EXAMPLES[format_]) / 3
+
+    @pytest.mark.parametrize("format_", TOOL_CALL_FORMATS)
     def test_grammar_accepts_every_prefix(self, format_: str) -> None:
         assert verdict(grammar_of(format_), EXAMPLES[format_][:-1]) == "begun"
 
