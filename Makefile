@@ -21,7 +21,7 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
 export HEADRACE_ISAS ?= native
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help run test test-api test-arm test-agents test-clients test-dashboard test-cuda test-page test-ray test-tokenizers test-triton soak soak-server soak-route soak-ranks soak-loads cli fuzz gguf sanitize mutate lint format \
+.PHONY: help run test test-api test-arm test-agents test-clients test-vllm-http test-dashboard test-cuda test-page test-ray test-tokenizers test-triton soak soak-server soak-route soak-ranks soak-loads cli fuzz gguf sanitize mutate lint format \
 	bench bench-cuda cuda-bundle micro docs wheel clean
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo 'make test-arm the kernels compiled for aarch64, under qemu: Debian, with g++-aarch64-linux-gnu and qemu-user'
 	@echo 'make test-agents the loop of an agent with Qwen2.5-Coder-0.5B-Instruct, which calls tools by itself: QWEN=FILE'
 	@echo 'make test-clients clients of others against running servers: docs/internals/clients.md; with npm also those of Node'
+	@echo "make test-vllm-http vLLM's own HTTP tests, downloaded: FILES=WORDS picks files"
 	@echo 'make test-dashboard each query of deploy/grafana.json against a running Prometheus: Debian'"'"'s package `prometheus`'
 	@echo 'make test-cuda the tests of the GPU backend on a GPU, and what it promises, tried in real dimensions: benchmarks/cuda/checks.py'
 	@echo 'make test-page the page of the server in headless Chromium, with pictures in $(PICTURES)'
@@ -77,6 +78,10 @@ test-agents: .venv/.test
 # Each client has an environment of its own below .clients, made once.
 test-clients: .venv/.test
 	$(BIN)/python -m tests.clients
+
+# In `.clients` too; `FILES="tokenize anthropic"`: the files with these words in their paths.
+test-vllm-http: .venv/.test
+	$(BIN)/python -m tests.clients.vllm_http $(FILES)
 
 # Needs Prometheus: HEADRACE_PROMETHEUS names another than that of the path.
 test-dashboard: .venv/.test

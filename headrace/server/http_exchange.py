@@ -1,6 +1,7 @@
 """HTTP over bare ASGI."""
 
 import asyncio
+import reprlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import aclosing, suppress
 from time import monotonic
@@ -10,6 +11,7 @@ import msgspec
 
 from headrace.server.errors import ApiError, invalid
 from headrace.server.field_table import refuse_unserved
+from headrace.server.field_types import TokenId
 from headrace.server.request_record import RequestRecord
 from headrace.server.settings import Settings
 
@@ -21,6 +23,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _T = TypeVar("_T")
+_MAX_NAMED_KEYS = 5
 BASE_SEED = "headrace.seed"
 """ASGI extension: the base seed for the prompts of this request that set none."""
 SSE_DONE = b"data: [DONE]\n\n"
@@ -76,7 +79,7 @@ class HttpExchange:
         try:
             record = _decode(body, record_type)
         except msgspec.ValidationError as error:
-            raise _field_error(error) from None
+            raise _field_error(error, body) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
         refuse_unserved(body, record_type)
@@ -231,14 +234,29 @@ def _with_integers(value: Any) -> Any:
     return value
 
 
-def _field_error(error: msgspec.ValidationError) -> ApiError:
+def _field_error(error: msgspec.ValidationError, body: bytes) -> ApiError:
     message, _, place = str(error).partition(" - at ")
     # The place is `$.field`; the place of a wrong key is "`key` in `$.field`".
     path = place.rpartition("`$")[2].rstrip("`")
     param = path.lstrip(".").partition(".")[0].partition("[")[0] or None
     if not path and "missing required field" in message:
         param = message.rpartition("field `")[2].rstrip("`")
+    if place.startswith("`key` in") and param:
+        message += _wrong_keys(msgspec.json.decode(body)[param])
     return invalid(f"{path.lstrip('.') or 'the body'}: {message}", param, "invalid_value")
+
+
+def _wrong_keys(value: dict[str, object]) -> str:
+    """Return words that name the first keys that are no token ids."""
+    wrong = []
+    for key in value:
+        try:
+            msgspec.convert(key, TokenId, strict=False)
+        except msgspec.ValidationError:
+            wrong.append(key)
+    named = ", ".join(reprlib.repr(key) for key in wrong[:_MAX_NAMED_KEYS])
+    more = ", ..." if len(wrong) > _MAX_NAMED_KEYS else ""
+    return f", in the keys {named}{more}"
 
 
 def sse_event(value: object) -> bytes:

@@ -26,9 +26,10 @@ def chat() -> str:
     return text_of(first)
 
 
-def completion() -> str:
-    (text,) = model("smollm2", model_type="text")("Once upon a time")
-    return text_of(text)
+def completion() -> None:
+    """DSPy adds words to the prompt, so the text differs from that of other clients."""
+    (text,) = model(model_type="text")("Once upon a time")
+    assert text_of(text)
 
 
 def predict() -> None:

@@ -265,6 +265,24 @@ class TestBodies:
             if value == value and value not in (float("inf"),):
                 assert reply.json["error"]["param"] == field, (value, reply.body)
 
+    @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+    @pytest.mark.parametrize(
+        "keys, named",
+        [
+            (["bad"], "'bad'"),
+            (["1", "a", "b", "-1"], "'a', 'b', '-1'"),
+            ([str(2**31)], f"'{2**31}'"),
+            (list("abcdefgh"), "'a', 'b', 'c', 'd', 'e', ..."),
+        ],
+    )
+    def test_wrong_tokens_of_biases_are_named(
+        self, server: Running, path: str, keys: list[str], named: str
+    ) -> None:
+        body = CHAT | {"prompt": "a", "logit_bias": dict.fromkeys(keys, 1)}
+        error = server.post(path, body).json["error"]
+        assert error["param"] == "logit_bias"
+        assert error["message"].endswith(f"in the keys {named}")
+
     def test_unknown_fields_and_nulls_are_ignored(self, server: Running) -> None:
         nulls = dict.fromkeys(
             [
