@@ -1,6 +1,8 @@
 """KV offloading to host memory: fewer rows are computed, and the tokens stay the same."""
 
+from importlib.metadata import version
 from itertools import cycle, islice
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -151,13 +153,13 @@ def test_offloading_in_prometheus_metrics() -> None:
     engine = toy_engine(num_blocks=10, **OFFLOAD)
     for prompt in recurring(4, 25, 2):
         one(engine, prompt)
-    stats, text = (
-        engine.stats(),
-        Metrics(lambda: report_of(engine.stats()).figures, lambda: 0).text().decode(),
-    )
-    assert f"headrace_kv_blocks_offloaded_total {float(stats.offloaded_blocks)}" in text
-    assert f"headrace_kv_blocks_restored_total {float(stats.restored_blocks)}" in text
-    assert f"headrace_kv_host_bytes {float(stats.kv_host_bytes)}" in text
+    stats = engine.stats()
+    remote: Any = SimpleNamespace(report=report_of(stats), restarts=0, info=None)
+    text = Metrics(remote, "toy").text().decode()
+    labels = f'{{model_name="toy",version="{version("headrace")}"}}'
+    assert f"headrace_kv_blocks_offloaded_total{labels} {float(stats.offloaded_blocks)}" in text
+    assert f"headrace_kv_blocks_restored_total{labels} {float(stats.restored_blocks)}" in text
+    assert f"headrace_kv_host_bytes{labels} {float(stats.kv_host_bytes)}" in text
 
 
 def test_offloading_frees_its_memory() -> None:

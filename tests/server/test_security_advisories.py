@@ -139,7 +139,9 @@ def test_urls_in_requests_are_not_fetched(server: Running, url: str) -> None:
 def test_websockets_and_mount_paths_are_ignored() -> None:
     """CVE-2026-48710: other scopes are dropped, and the mount path does not change the routes."""
 
-    served: Any = SimpleNamespace(settings=Settings(api_keys=("k",)), metrics=Metrics(dict, int))
+    engine: Any = SimpleNamespace()
+    metrics = Metrics(engine, "m")
+    served: Any = SimpleNamespace(settings=Settings(api_keys=("k",)), metrics=metrics)
     app, sent = make_app(served), list[Any]()
 
     async def receive() -> dict[str, Any]:
