@@ -170,7 +170,9 @@ class SamplingParams:
     """
     structured_outputs: StructuredOutputs | None = None
     """Format that the output must match, such as a JSON schema."""
-    thinking_budget: ThinkingBudget | None = None
+    thinking_budget: ThinkingBudget | None = field(
+        default=None, metadata={"is_openai_field": False}
+    )
     """Limit of the reasoning that precedes the answer; None: no limit."""
     beam_width: int | None = _param(
         None,

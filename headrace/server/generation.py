@@ -25,7 +25,6 @@ _CONVERTED = (
     "seed",
     "logit_bias",
     "structured_outputs",
-    "thinking_budget",
 )
 _SAME_NAME = [
     row.name

@@ -59,7 +59,10 @@ def render(template: str, messages: Any = USER, **options: Any) -> str:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def closed() -> Iterator[None]:
+def renderer() -> Iterator[None]:
+    """Make the renderer anew if a worker returns to this module after another one."""
+    global RENDERER
+    RENDERER = Renderer()
     yield
     RENDERER.close()
 
