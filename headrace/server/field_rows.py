@@ -3,7 +3,7 @@ plain object: served, ignored because they change no answer, or refused with a r
 
 `field_table` refuses by these rows, and docs/reference/fields.md is made from them. Facts are of
 the Python packages openai 3.57 and anthropic 2.14, vLLM 0.33, SGLang 0.5.23, and llama.cpp's
-server of November 2026.
+server and Ollama of November 2026.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ TOKENIZE = "tokenize"
 DETOKENIZE = "detokenize"
 
 _OPENAI = (CHAT, TEXT)
-_GENERATING = (CHAT, TEXT, RESPONSES, MESSAGES)
+GENERATING = (CHAT, TEXT, RESPONSES, MESSAGES)
 _ANTHROPIC = (MESSAGES, COUNT)
 _TEXT_ONLY = "this server reads and writes text only"
 _MEDIA = "it only changes how images, audio and video are read"
@@ -26,6 +26,7 @@ _NEVER_CUT = "a conversation is never cut; one that is too long is an error"
 _NO_STORE = "responses are not stored; send the whole conversation"
 _ONE_SERVER = "prefill and decoding run in one server"
 _SAMPLER = "no sampler here has it"
+_OLLAMA = "it is a field of Ollama's own API"
 
 Group = tuple[tuple[str, ...], dict[str, str]]
 """APIs, and the reasons of their fields by path; `[]` follows a list."""
@@ -207,8 +208,19 @@ IGNORED: list[Group] = [
         },
     ),
     (
+        GENERATING,
+        {"keep_alive": "the model stays in memory"},
+    ),
+    (
+        (RESPONSES, MESSAGES),
+        {"stream_interval": "events come as tokens do"},
+    ),
+    (
         (MESSAGES,),
         {
+            "stream_options": "a stream always has its usage",
+            "request_id": "`x-request-id` names a request",
+            "priority": "all requests of this API have one priority",
             "metadata": "the server keeps no account of end users",
             "service_tier": "there is one tier",
             "inference_geo": "the server runs where it runs",
@@ -319,6 +331,16 @@ REFUSED: list[Group] = [
         },
     ),
     (
+        GENERATING,
+        {
+            "think": _OLLAMA,
+            "format": _OLLAMA,
+            "options": _OLLAMA,
+            "num_ctx": _OLLAMA,
+            "num_predict": _OLLAMA,
+        },
+    ),
+    (
         (TEXT,),
         {
             "suffix": "put the markers of the model around the text yourself",
@@ -392,7 +414,86 @@ REFUSED: list[Group] = [
 ]
 """Fields that would change the answer."""
 
+_TEMPLATE = "no chat template renders the prompt"
+_CONSTRAINED = ("ebnf", "grammar", "json_schema", "regex")
+_GUIDED = ("guided_choice", "guided_grammar", "guided_json", "guided_regex")
+
+COUNTERPARTS: dict[str, dict[str, str]] = {
+    CHAT: {
+        "best_of": "use `n`",
+        "include": "use `logprobs`",
+        "instructions": "send a message of role `system`",
+        "max_output_tokens": "use `max_completion_tokens`",
+        "output_config": "use `response_format` and `reasoning_effort`",
+        "output_format": "use `response_format`",
+        "parse_special": "see `--no-sanitize-control-tokens`",
+        "reasoning": "use `reasoning_effort`",
+        "stop_sequences": "use `stop`",
+        "system": "send a message of role `system`",
+        "text": "use `response_format` and `verbosity`",
+    },
+    TEXT: {
+        "chat_template": _TEMPLATE,
+        "chat_template_kwargs": _TEMPLATE,
+        "enable_thinking": _TEMPLATE,
+        "max_completion_tokens": "use `max_tokens`",
+        "max_output_tokens": "use `max_tokens`",
+        "output_config": "use `response_format`",
+        "output_format": "use `response_format`",
+        "reasoning": _TEMPLATE,
+        "reasoning_effort": _TEMPLATE,
+        "stop_sequences": "use `stop`",
+        "text": "use `response_format`",
+        "thinking": _TEMPLATE,
+        "top_logprobs": "use `logprobs`",
+    },
+    RESPONSES: {
+        **dict.fromkeys((*_CONSTRAINED, *_GUIDED), "use `structured_outputs`"),
+        "enable_thinking": "use `reasoning.effort`",
+        "logprobs": "use `top_logprobs`",
+        "max_completion_tokens": "use `max_output_tokens`",
+        "max_tokens": "use `max_output_tokens`",
+        "output_config": "use `text.format` and `reasoning.effort`",
+        "output_format": "use `text.format`",
+        "reasoning_effort": "use `reasoning.effort`",
+        "response_format": "use `text.format`",
+        "stop_sequences": "use `stop`",
+        "system": "use `instructions`",
+        "thinking": "use `reasoning.effort`",
+        "verbosity": "use `text.verbosity`",
+    },
+    MESSAGES: {
+        **dict.fromkeys((*_CONSTRAINED, *_GUIDED), "use `output_config.format`"),
+        "enable_thinking": "use `thinking`",
+        "instructions": "use `system`",
+        "max_completion_tokens": "use `max_tokens`",
+        "max_output_tokens": "use `max_tokens`",
+        "parallel_tool_calls": "use `tool_choice.disable_parallel_tool_use`",
+        "reasoning": "use `thinking`",
+        "reasoning_effort": "use `output_config.effort`",
+        "response_format": "use `output_config.format`",
+        "stop": "use `stop_sequences`",
+        "structured_outputs": "use `output_config.format`",
+        "text": "use `output_config.format`",
+        "thinking_token_budget": "use `thinking.budget_tokens`",
+    },
+}
+"""What an API has in the place of a field that only other APIs have. It refuses such fields."""
+
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "best_of": (1,),
+    "continue_final_message": (True,),
+    "include_reasoning": (True,),
+    "length_penalty": (1,),
+    "n": (1,),
+    "parallel_tool_calls": (True,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "text": ({"format": {"type": "text"}},),
+    "tool_choice": ("auto", "none"),
+    "verbosity": ("medium",),
     "modalities": (["text"],),
     "n_cmpl": (1,),
     "t_max_predict_ms": (-1,),
@@ -418,10 +519,15 @@ empty texts and lists.
 
 MEANT = (
     "adaptive_target",
+    "enable_thinking",
+    "include_reasoning",
     "max_tool_calls",
     "n_predict",
+    "parallel_tool_calls",
     "parse_tool_calls",
     "separate_reasoning",
+    "skip_special_tokens",
+    "think",
     "top_n_sigma",
     "use_activation",
 )

@@ -24,6 +24,8 @@ RECORDS: dict[str, type[msgspec.Struct]] = {
 """The record of each API's bodies."""
 REPLAYED = ("messages", "input", "system")
 """Fields with a conversation. Its parts are read as they come, so the table leaves them out."""
+PROMPTS = ("prompt", "messages", "input")
+"""Fields with what a request asks. Each API has one of them."""
 _APIS = {record: api for api, record in RECORDS.items()}
 
 
@@ -41,11 +43,29 @@ def table(api: str) -> tuple[Row, ...]:
         *_served(RECORDS[api]),
         *(path for apis, paths in rows.SERVED if api in apis for path in paths),
     ]
+    ignored, refused = _reasons(rows.IGNORED, api), _reasons(rows.REFUSED, api)
+    known = {*map(_first_name, [*served, *(path for path, _ in ignored + refused)])}
+    foreign = [pair for pair in _fields_of_other_apis(api) if pair[0] not in known]
     return (
         *(Row(path, "served") for path in sorted(served)),
-        *(Row(path, "ignored", reason) for path, reason in _reasons(rows.IGNORED, api)),
-        *(Row(path, "refused", reason) for path, reason in _reasons(rows.REFUSED, api)),
+        *(Row(path, "ignored", reason) for path, reason in ignored),
+        *(Row(path, "refused", reason) for path, reason in sorted(refused + foreign)),
     )
+
+
+def _fields_of_other_apis(api: str) -> list[tuple[str, str]]:
+    """Fields that other APIs which generate text serve, with why this API refuses them.
+
+    A client that sends one to the wrong route would get another answer than it asked for.
+    """
+    found: dict[str, str] = {}
+    for other in rows.GENERATING if api in rows.GENERATING else ():
+        for field in msgspec.structs.fields(RECORDS[other]):
+            name = field.encode_name
+            reason = rows.COUNTERPARTS[api].get(name, f"it is a field of {other}")
+            if name not in PROMPTS:
+                found.setdefault(name, reason)
+    return list(found.items())
 
 
 def _reasons(groups: list[rows.Group], api: str) -> list[tuple[str, str]]:

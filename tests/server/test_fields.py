@@ -17,7 +17,7 @@ from typing_extensions import is_typeddict
 
 from headrace.server import field_rows as rows
 from headrace.server.errors import ApiError
-from headrace.server.field_table import RECORDS, REPLAYED, Row, refuse_unserved, table
+from headrace.server.field_table import PROMPTS, RECORDS, REPLAYED, Row, refuse_unserved, table
 from tests.server.peer_fields import PEER_FIELDS
 from tests.server.running import Running
 from tests.texts import ROOT
@@ -82,6 +82,21 @@ def test_table_has_every_field_of_the_peers(peer: str, api: str) -> None:
     assert not {*PEER_FIELDS[peer, api]} - {row.path for row in table(api)}
 
 
+@pytest.mark.parametrize("api", rows.GENERATING)
+def test_table_has_the_fields_of_the_other_apis(api: str) -> None:
+    """A field that is served elsewhere would be dropped without a word."""
+    own = {row.path.partition(".")[0].removesuffix("[]") for row in table(api)}
+    others = {row.path for other in rows.GENERATING for row in table(other)}
+    served = {
+        row.path.partition(".")[0].removesuffix("[]")
+        for other in rows.GENERATING
+        for row in table(other)
+        if row.status == "served"
+    }
+    assert served - own <= {*PROMPTS}
+    assert {*rows.COUNTERPARTS[api]} <= others
+
+
 @pytest.mark.parametrize("api", RECORDS)
 def test_each_field_has_one_row(api: str) -> None:
     paths = [row.path for row in table(api)]
@@ -128,13 +143,29 @@ def test_ignored_fields_change_nothing(server: Running) -> None:
         ("/v1/completions", {"suffix": "b"}, "suffix"),
         ("/v1/responses", {"previous_response_id": "resp_1"}, "previous_response_id"),
         ("/v1/embeddings", {"dimensions": 5}, "dimensions"),
+        ("/v1/responses", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("/v1/responses", {"reasoning_effort": "none"}, "reasoning_effort"),
+        ("/v1/responses", {"max_tokens": 3}, "max_tokens"),
+        ("/v1/chat/completions", {"max_output_tokens": 3}, "max_output_tokens"),
+        ("/v1/chat/completions", {"system": "be brief"}, "system"),
+        ("/v1/chat/completions", {"think": False}, "think"),
+        ("/v1/chat/completions", {"options": {"num_ctx": 9}}, "options"),
+        ("/v1/completions", {"max_completion_tokens": 3}, "max_completion_tokens"),
+        ("/v1/messages", {"stop": ["a"]}, "stop"),
+        ("/v1/messages", {"seed": 3}, "seed"),
+        ("/v1/messages", {"parallel_tool_calls": False}, "parallel_tool_calls"),
     ],
 )
 def test_refusals_over_http(server: Running, path: str, body: dict[str, Any], param: str) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    base = {"prompt": "a", "input": "a", "messages": messages, "max_tokens": 1}
+    if path == "/v1/responses":
+        base: dict[str, Any] = {"input": "a", "max_output_tokens": 1}
+    else:
+        base = {"prompt": "a", "input": "a", "messages": messages, "max_tokens": 1}
     error = server.post(path, base | body)
-    assert (error.status, error.json["error"]["param"]) == (400, param)
+    assert error.status == 400, error.body
+    assert error.json["error"]["message"].startswith(f"{param} is not supported: "), error.body
+    assert error.json["error"].get("param", param) == param  # Anthropic's errors have none
 
 
 def test_whole_floats_are_integers(server: Running) -> None:
@@ -148,7 +179,8 @@ INTRODUCTION = """\
 # Fields of requests
 
 Every field of OpenAI's and Anthropic's Python clients and of the servers of vLLM, SGLang and
-llama.cpp is in one table. The server serves the field, ignores it because it changes no answer, or
+llama.cpp is in one table. An API refuses the fields that only other APIs have, and names its own
+in their place. The server serves the field, ignores it because it changes no answer, or
 refuses the request with the field's name. It takes a refused field whose value asks for nothing:
 null, 0, false or an empty list. It ignores a field that is in no table.
 
