@@ -212,6 +212,9 @@ def _convert_content(message: dict[str, Any], field: str) -> None:
     refusal = message.pop("refusal", None)
     if content is None and isinstance(refusal, str):
         content = refusal
+    if message["role"] not in _ASKED and _is_other_json(content, message["role"]):
+        note_mended(f"{field} is neither text nor a list of parts, and becomes its JSON")
+        content = json.dumps(content, ensure_ascii=False)
     if isinstance(content, list):
         thoughts = [part for part in content if _is_thinking(part)]
         read = text_of_part if message["role"] in _ASKED else _replayed_text
@@ -221,10 +224,10 @@ def _convert_content(message: dict[str, Any], field: str) -> None:
             if not _is_thinking(part)
         ]
         if thoughts and not any(name in message for name in _REASONING):
-            text = "\n".join(str(part.get("thinking") or "") for part in thoughts)
+            text = "\n".join(_thinking_text(part.get("thinking")) for part in thoughts)
             message["reasoning_content"] = text
     elif isinstance(content, dict):
-        if message["role"] != "tool":
+        if message["role"] in _ASKED:
             raise MessageError(field, "must be text or a list of parts, not an object")
     elif content is None:
         if "tool_calls" in message:
@@ -256,8 +259,28 @@ def _replayed_text(part: Any, field: str) -> str:
         return f"[{str(part['type'])[:64]} left out: this model reads only text]"
 
 
+def _is_other_json(content: Any, role: str) -> bool:
+    """Whether an earlier result is JSON in a form that messages lack, such as a tool's list."""
+    if isinstance(content, dict):
+        return role != "tool"  # some templates read a tool's object
+    if isinstance(content, list):
+        return not all(
+            isinstance(part, str) or (isinstance(part, dict) and ("type" in part or "text" in part))
+            for part in content
+        )
+    return isinstance(content, bool | int | float)
+
+
 def _is_thinking(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "thinking"
+
+
+def _thinking_text(thinking: Any) -> str:
+    """Return the text of a part's reasoning; Mistral's API has a list of parts there."""
+    if not isinstance(thinking, list):
+        return str(thinking or "")
+    texts = [part.get("text") if isinstance(part, dict) else part for part in thinking]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _name_reasoning(message: dict[str, Any]) -> None:

@@ -101,6 +101,16 @@ TEXTS = [{"type": "text", "text": "hi "}, {"type": "input_text", "text": "you"}]
 FLAT = [user("hi"), {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}]
 OLD = [user("hi"), {"role": "assistant", "function_call": {"name": "add", "arguments": '{"a": 1}'}}]
 
+THOUGHTS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.thinking %}({{ m.thinking }}){% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{% endfor %}"
+)
+ONE_THOUGHT = THOUGHTS.replace(
+    "<{{ m",
+    "{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
+    "<{{ m",
+)
+"""As gpt-oss: a call follows reasoning or content, not both."""
 CALL_TEXT = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 NO_RESULTS = CHATML.replace(
     "<{{ m", "{% if m.role == 'tool' %}{{ raise_exception('tool') }}{% endif %}<{{ m"
@@ -162,6 +172,27 @@ FORMS: dict[str, tuple[str, list[Any], str]] = {
         NULL_CONTENT,
         call('{"a": 1}', content=""),
         '<user>hi[add{"a": 1}]',
+    ),
+    "a result that is a list": (
+        CHATML,
+        [{"role": "tool", "content": [{"a": 1}, "é"]}],
+        '<tool>[{"a": 1}, "é"]',
+    ),
+    "a result that is a number": (CHATML, [{"role": "tool", "content": 5}], "<tool>5"),
+    "an assistant's object": (
+        CHATML,
+        [{"role": "assistant", "content": {"a": 1}}],
+        '<assistant>{"a": 1}',
+    ),
+    "reasoning in parts": (
+        THOUGHTS,
+        [{"role": "assistant", "content": [{"type": "thinking", "thinking": TEXTS}, *TEXTS[1:]]}],
+        "<assistant>(hi you)you",
+    ),
+    "reasoning and text before a call": (
+        ONE_THOUGHT,
+        call({"a": 1}, content="I add.", reasoning_content="Hm."),
+        "<user>hi<assistant>(Hm.\n\nI add.)add",
     ),
     "no calls": (DEFINED, [user("hi", tool_calls=[])], "<user>hi"),
     "text arguments of objects": (DEFINED, call('{"a":1}'), '<user>hi<assistant>[add {"a": 1}]'),

@@ -66,6 +66,7 @@ class TemplateNeeds:
         self._drops_calls = cache(self._find_drops_calls)
         self._ignores_tools = cache(lambda: not self._takes_tools())
         self._takes_results = cache(self._find_takes_results)
+        self._takes_thoughts_and_text = cache(self._find_takes_thoughts_and_text)
         self._roles = RoleFolds(self._probe)
 
     def adapt(
@@ -91,6 +92,13 @@ class TemplateNeeds:
                 texts = [text_of(own.get("content")), with_roles[0]["content"]]
                 with_roles[0] = own | {"content": "\n\n".join(filter(None, texts))}
         folded, places, notes = self._roles.fold(with_roles, places)
+        for message, place in zip(folded, places, strict=True):
+            if _has_thoughts_and_text(message) and not self._takes_thoughts_and_text():
+                _join_text_to_thoughts(message)
+                notes.append(
+                    "the chat template takes reasoning or content before a call, not both, so that "
+                    f"the reasoning of {place} got its content"
+                )
         return Adapted([self._adapt(message) for message in folded], places, notes)
 
     def _with_known_role(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -199,6 +207,14 @@ class TemplateNeeds:
         result = {"role": "tool", "content": _CONTENT, "tool_call_id": _ID, "name": _NAME}
         return _CONTENT in self._probe([*calls, result])
 
+    def _find_takes_thoughts_and_text(self) -> bool:
+        """Whether a call may follow reasoning and content, or may not follow content either."""
+        forms = self.call_forms(_CONTENT)
+        arguments = _ARGUMENTS if forms.objects or not forms.text else _json(_ARGUMENTS)
+        user, call = _calls(_CONTENT, arguments)
+        thoughts = {"reasoning_content": "qz", "thinking": "qz"}
+        return bool(self._probe([user, call | thoughts])) or not self._probe([user, call])
+
     def _call_forms(self, content: Any) -> _CallForms:
         """Find forms with which a call is rendered, next to `content` if it is text."""
         for form in {_MISSING: (_MISSING, None, ""), "": ("", _MISSING, None)}.get(
@@ -215,6 +231,15 @@ class TemplateNeeds:
             if (forms.objects or forms.text) and not prints_none:
                 return forms
         return _CallForms("" if content is _MISSING else content, False, False)
+
+
+def _has_thoughts_and_text(message: dict[str, Any]) -> bool:
+    return all(message.get(name) for name in ("tool_calls", "reasoning_content", "content"))
+
+
+def _join_text_to_thoughts(message: dict[str, Any]) -> None:
+    text = f"{message['reasoning_content']}\n\n{text_of(message.pop('content'))}"
+    message["reasoning_content"] = message["thinking"] = text
 
 
 def _json(value: Any) -> str:

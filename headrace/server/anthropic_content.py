@@ -76,8 +76,8 @@ class AnthropicChat:
         return [_part(block, f"system[{i}]") for i, block in enumerate(content)]
 
     def _chat_messages(self, message: AnthropicMessage, field: str) -> list[dict[str, Any]]:
-        if isinstance(message.content, str):
-            return [{"role": message.role, "content": message.content}]
+        if message.content is None or isinstance(message.content, str):
+            return [{"role": message.role, "content": message.content or ""}]
         results, calls, parts = [], [], []
         for i, block in enumerate(message.content):
             place = f"{field}.content[{i}]"

@@ -36,7 +36,7 @@ class AnthropicMessage(msgspec.Struct, frozen=True):
     """A message of a conversation."""
 
     role: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-    content: str | list[Block]
+    content: str | list[Block] | None
 
 
 class AnthropicTool(msgspec.Struct, frozen=True):

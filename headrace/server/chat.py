@@ -243,5 +243,6 @@ def _echo(request: ChatRequest) -> str:
     if not request.echo or last.role != "assistant":
         return ""
     if isinstance(last.content, list):
-        return "\n".join(part.text or "" for part in last.content)
-    return last.content or ""
+        texts = [part.get("text") if isinstance(part, dict) else part for part in last.content]
+        return "\n".join(text for text in texts if isinstance(text, str))
+    return last.content if isinstance(last.content, str) else ""

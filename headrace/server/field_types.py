@@ -67,6 +67,8 @@ _SCHEMA = _object(schema={"type": "object"})
 _NAMED = _object(name={"type": "string"})
 
 TextKind = Annotated[str, _one_of(TEXT_KINDS)]
+MessageContent = str | list[Any] | dict[str, Any] | int | float | bool | None
+"""Text or parts. Results of tools may be any JSON; `messages` reads them leniently."""
 BlockKind = Annotated[str, _one_of(BLOCK_KINDS)]
 ItemKind = Annotated[str, _one_of(ITEM_KINDS)]
 

@@ -20,6 +20,7 @@ from headrace.server.field_types import (
     Biases,
     FunctionCall,
     Functions,
+    MessageContent,
     Prompts,
     ResponseFormat,
     Stop,
@@ -177,14 +178,14 @@ class ContentPart(msgspec.Struct, frozen=True):
     type: TextKind
     text: str | None = None
     refusal: str | None = None
-    thinking: str | None = None
+    thinking: str | list[Any] | None = None
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
     """A message of a conversation."""
 
     role: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-    content: str | list[ContentPart] | None = None
+    content: MessageContent = None
     name: str | None = None
     tool_calls: ToolCalls | None = None
     tool_call_id: str | None = None

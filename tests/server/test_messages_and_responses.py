@@ -296,6 +296,47 @@ def test_all_routes_read_the_same_messages(server: Running, form: str) -> None:
     assert chat_usage["prompt_tokens"] == response_usage["input_tokens"] == count == len(ids)
 
 
+@pytest.mark.parametrize(
+    ("content", "plain"),
+    [
+        ({"address": "here"}, '{"address": "here"}'),
+        ([{"city": "Berlin"}], '[{"city": "Berlin"}]'),
+        ([], ""),
+        (3, "3"),
+        (True, "true"),
+    ],
+    ids=str,
+)
+def test_results_of_tools_are_any_json(server: Running, content: Any, plain: str) -> None:
+    def ids(of: Any) -> Any:
+        messages = [*USER, {"role": "tool", "content": of}]
+        return server.post("/tokenize", {"messages": messages}).json["tokens"]
+
+    assert ids(content) == ids(plain)
+    asked = {"messages": [{"role": "user", "content": {"address": "here"}}], "max_tokens": 1}
+    error = server.post("/v1/chat/completions", asked)
+    assert (error.status, error.json["error"]["param"]) == (400, "messages")
+
+
+def test_reasoning_in_parts(server: Running) -> None:
+    """Mistral's API writes the reasoning of a part as a list of parts."""
+    thinking = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}
+    content = [thinking, {"type": "text", "text": "yes"}]
+    body = {"messages": [*USER, {"role": "assistant", "content": content}, *USER]}
+    assert server.post("/v1/chat/completions", body | {"max_tokens": 1}).status == 200
+
+
+def test_null_contents_of_messages(server: Running) -> None:
+    counts = [
+        server.post(
+            "/v1/messages/count_tokens",
+            {"messages": [*USER, {"role": "assistant", "content": content}, *USER]},
+        ).json["input_tokens"]
+        for content in (None, "", [])
+    ]
+    assert len({*counts}) == 1
+
+
 def test_null_fields_and_old_calls(server: Running) -> None:
     nothing = {"tool_calls": None, "name": None, "refusal": None, "function_call": None}
     ids = server.post("/tokenize", {"messages": USER}).json["tokens"]
