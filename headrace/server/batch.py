@@ -8,6 +8,7 @@ import asyncio
 import os
 import signal
 import threading
+from codecs import BOM_UTF8
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -270,7 +271,7 @@ async def _send(app: AsgiApp, request: BatchRequest, seed: int) -> tuple[int, by
 
 def _parse(line: bytes, place: str) -> BatchRequest:
     try:
-        request = msgspec.json.decode(line, type=BatchRequest)
+        request = msgspec.json.decode(line.removeprefix(BOM_UTF8), type=BatchRequest)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise RequestError(f"{place}: {error}") from None
     if request.method != "POST" or request.url not in URLS:

@@ -46,6 +46,7 @@ class Conversation:
     reasoning_effort: str | None = None
     thinking: Thinking | None = None
     include_reasoning: bool = True
+    messages_field: str = "messages"
     max_tokens_field: str = "max_tokens"
     truncation: Truncation = NO_TRUNCATION
     stream_interval: int | None = None
@@ -207,7 +208,7 @@ async def _tokenize(
 
     ids = await state.tokenize(
         read,
-        "messages",
+        conversation.messages_field,
         max_tokens,
         max_tokens_field=conversation.max_tokens_field,
         truncation=conversation.truncation,

@@ -2,6 +2,7 @@
 
 import asyncio
 import reprlib
+from codecs import BOM_UTF8
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import aclosing, suppress
 from time import monotonic
@@ -76,6 +77,7 @@ class HttpExchange:
         # other sites send such a body, but asks this server first before it sends JSON.
         default_type = "" if self.header("origin") else "application/json"
         body = await self.read_body("application/json", default_type)
+        body = body.removeprefix(BOM_UTF8)
         try:
             record = _decode(body, record_type)
         except msgspec.ValidationError as error:
@@ -94,10 +96,14 @@ class HttpExchange:
             raise ApiError(
                 415, "unsupported_media_type", f"content-type of the body must be {content_type}"
             )
-        if self.header("content-encoding") not in (None, "identity"):
+        if (self.header("content-encoding") or "identity").strip().lower() != "identity":
             raise ApiError(
                 415, "unsupported_media_type", "the body is compressed; send it uncompressed"
             )
+
+        length = self.header("content-length") or ""
+        if length.isdecimal():
+            self._check_size(int(length))  # before `100 Continue` asks for the body
 
         timeout = self._settings.receive_timeout
         try:
@@ -111,20 +117,22 @@ class HttpExchange:
             raise error from None
 
     async def _receive_body(self) -> bytes:
-        parts, size, max_size = [], 0, self._settings.max_body_bytes
+        parts, size = [], 0
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise Disconnected
             part = message.get("body", b"")
             size += len(part)
-            if size > max_size:
-                raise ApiError(
-                    413, "request_too_large", f"the body is longer than {max_size:,} bytes"
-                )
+            self._check_size(size)
             parts.append(part)
             if not message.get("more_body"):
                 return b"".join(parts)
+
+    def _check_size(self, size: int) -> None:
+        max_size = self._settings.max_body_bytes
+        if size > max_size:
+            raise ApiError(413, "request_too_large", f"the body is longer than {max_size:,} bytes")
 
     async def while_connected(self, work: Awaitable[_T]) -> _T:
         """Await `work`; a disconnect cancels it. Raises Disconnected."""

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 _VERSION = "/v1"
 _AZURE = re.compile(
-    r"/openai/deployments/([^/]+)(/(?:chat/completions|completions|embeddings|responses))"
+    r"/openai/deployments/(.+?)(/(?:chat/completions|completions|embeddings|responses))"
 )
+_SLASHES = re.compile("/{2,}")
 _AZURE_PREFIX = "/openai/v1/"
 _MAX_COMPARED = 200
 
@@ -21,13 +22,14 @@ class RoutePath(NamedTuple):
 
 
 def route_path(path: str, is_route: Callable[[str], bool]) -> RoutePath | None:
-    """Find the route of a path with a trailing slash, with `/v1` twice or never, or of Azure."""
+    """Find the route of a path with further slashes, with `/v1` twice or never, or of Azure."""
     return next((found for found in _forms(path) if is_route(found.path)), None)
 
 
 def _forms(path: str) -> Iterator[RoutePath]:
     path = path.rstrip("/") or "/"
     yield RoutePath(path)
+    given, path = path, _SLASHES.sub("/", path)
     if azure := _AZURE.fullmatch(path):
         yield RoutePath(_VERSION + azure[2], deployment=azure[1])
         return
@@ -36,7 +38,8 @@ def _forms(path: str) -> Iterator[RoutePath]:
     while path.startswith(_VERSION + "/"):
         path = path.removeprefix(_VERSION)
     yield RoutePath(_VERSION + path)
-    yield RoutePath(path)
+    if "//" not in given:  # `//health` is not the public route
+        yield RoutePath(path)
 
 
 def no_such_route(path: str, routes: Iterable[str]) -> str:

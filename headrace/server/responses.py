@@ -111,6 +111,7 @@ def _conversation(request: ResponsesRequest, params: SamplingParams) -> Conversa
         reasoning_effort=request.reasoning.effort if request.reasoning else None,
         include_reasoning=request.include_reasoning is not False,
         chat_template_kwargs=template_kwargs | (request.chat_template_kwargs or {}),
+        messages_field="input",
         max_tokens_field="max_output_tokens",
         options=RequestOptions(priority=request.priority or 0, cache_salt=request.cache_salt),
     )

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,9 @@ def test_batch_routes_and_errors(model: str, llm: LLM, tmp_path: Path) -> None:
         {"custom_id": "wrong", "url": "/v1/chat/completions", "body": chat | {"temperature": -1}},
         {"custom_id": "other", "url": "/v1/chat/completions", "body": chat | {"model": "other"}},
     ]
-    target = tmp_path / "out.jsonl"
-    done = run(model, write(tmp_path / "in.jsonl", requests), target)
+    source, target = write(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
+    source.write_bytes(BOM_UTF8 + source.read_bytes())
+    done = run(model, source, target)
     assert (
         done.returncode == 1
         and "6 responses, 2 of them errors: " in done.stderr
@@ -103,9 +105,7 @@ def test_batch_routes_and_errors(model: str, llm: LLM, tmp_path: Path) -> None:
     (expected,) = llm.chat(messages, SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))
     assert found["chat"]["body"]["choices"][0]["message"]["content"] == expected.outputs[0].text
     before = target.read_bytes()
-    assert (
-        run(model, tmp_path / "in.jsonl", target).returncode == 0 and target.read_bytes() == before
-    )
+    assert run(model, source, target).returncode == 0 and target.read_bytes() == before
 
 
 def sampled(number: int) -> dict[str, Any]:

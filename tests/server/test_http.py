@@ -4,7 +4,9 @@ import asyncio
 import base64
 import contextlib
 import http.client
+import json
 import socket
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -305,12 +307,20 @@ class TestBodies:
         )
         assert server.post("/v1/chat/completions", nulls | CHAT).json["choices"] == plain
 
+    def test_byte_order_mark_is_ignored(self, server: Running) -> None:
+        reply = server.post("/v1/chat/completions", BOM_UTF8 + json.dumps(CHAT).encode())
+        assert reply.status == 200 and reply.json["choices"]
+
     def test_content_type_encoding_and_size(self, server: Running) -> None:
         body = b'{"messages": []}'
         assert (
             server.post("/v1/chat/completions", body, {"content-type": "text/plain"}).status == 415
         )
         assert server.post("/v1/chat/completions", body, {"content-encoding": "gzip"}).status == 415
+        for encoding in ("", "identity", "Identity"):
+            body = json.dumps(CHAT).encode()
+            reply = server.post("/v1/chat/completions", body, {"content-encoding": encoding})
+            assert reply.status == 200
         connection = server.connect()
         try:
             connection.request(

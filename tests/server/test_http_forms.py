@@ -125,7 +125,15 @@ class TestHead:
 class TestPaths:
     @pytest.mark.parametrize(
         "path",
-        ["/v1/models/", "/v1/v1/models", "/models", "/v1/v1/v1/models//", "/openai/v1/models"],
+        [
+            "/v1/models/",
+            "/v1/v1/models",
+            "/models",
+            "/v1/v1/v1/models//",
+            "/openai/v1/models",
+            "//v1/models",
+            "/v1//models",
+        ],
     )
     def test_other_forms_of_a_path(self, server: Running, path: str) -> None:
         reply = server.get(path)
@@ -164,8 +172,24 @@ class TestPaths:
         ):
             reply = server.post(path.format(name, route), body, {"api-key": "any"})
             assert (reply.status, reply.json["model"]) == (200, "tiny.gguf")
-        reply = server.post(path.format("other", "chat/completions"), CHAT)
-        assert (reply.status, reply.json["error"]["code"]) == (404, "model_not_found")
+        # The name of a model may have a slash.
+        for name in ("other", "org%2Fother", "org/other"):
+            reply = server.post(path.format(name, "chat/completions"), CHAT)
+            assert (reply.status, reply.json["error"]["code"]) == (404, "model_not_found")
+
+
+class TestExpect:
+    @pytest.mark.parametrize(
+        ("path", "length", "status"),
+        [("/nope", 9, 404), ("/v1/completions", 1 << 40, 413), ("/v1/completions", 9, 100)],
+    )
+    def test_error_comes_before_the_body(
+        self, server: Running, path: str, length: int, status: int
+    ) -> None:
+        lines = ["host: localhost", "expect: 100-continue", f"content-length: {length}"]
+        with connected(server) as connection:
+            connection.sendall("\r\n".join([f"POST {path} HTTP/1.1", *lines, "", ""]).encode())
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 %d " % status)
 
 
 class TestHalfClosed:
