@@ -200,13 +200,15 @@ class TestChat:
             ),
             ("completions", "prompt", {"prompt": [7] * 4097}),
             ("completions", "prompt", {"prompt": [7] * 4096}),
+            ("responses", "input", {"input": "a b" * 9000}),
+            ("responses", "max_output_tokens", {"input": "a", "max_output_tokens": 4096}),
         ],
     )
     def test_context_length_exceeded(
         self, server: Running, path: str, param: str, more: dict[str, Any]
     ) -> None:
         """LiteLLM, LangChain and Claude Code recognise this error by words of its message."""
-        reply = server.post(f"/v1/{path}", CHAT | more)
+        reply = server.post(f"/v1/{path}", more if path == "responses" else CHAT | more)
         error = reply.json["error"]
         assert (reply.status, error["code"], error["param"]) == (
             400,
