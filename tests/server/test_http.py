@@ -301,7 +301,7 @@ class TestBodies:
         plain = server.post("/v1/chat/completions", CHAT).json["choices"]
         assert (
             server.post(
-                "/v1/chat/completions", CHAT | {"seed": None, "num_ctx": 5, "keep_alive": "x"}
+                "/v1/chat/completions", CHAT | {"seed": None, "brand_new": 5, "keep_alive": "x"}
             ).json["choices"]
             == plain
         )
