@@ -57,6 +57,10 @@ class ResponseItems:
                     yield event
             if chunk.finish_reason:
                 self._status = "incomplete" if chunk.finish_reason == "length" else "completed"
+        if not self._items:
+            # A response without an item is none that clients expect.
+            for event in self._open_message():
+                yield event
         for event in self._close():
             yield event
         yield f"response.{self._status}", {"response": self.response()}
@@ -105,7 +109,7 @@ class ResponseItems:
                 yield from self._open_call(delta)
                 return
             case Content() if last_type != "message":
-                yield from self._open("message", "msg", {"role": "assistant", "content": []})
+                yield from self._open_message()
             case Reasoning() if last_type != "reasoning":
                 yield from self._open("reasoning", "rs", {"summary": [], "content": []})
 
@@ -122,6 +126,9 @@ class ResponseItems:
         self._scores += scores
         fields = self._place() | {"content_index": 0, "delta": delta.text}
         yield f"response.{part_type}.delta", fields | _text_scores(part_type, scores)
+
+    def _open_message(self) -> Iterator[Event]:
+        yield from self._open("message", "msg", {"role": "assistant", "content": []})
 
     def _open_call(self, start: ToolCallStart) -> Iterator[Event]:
         fields = {"call_id": start.id, "name": start.name}

@@ -514,6 +514,29 @@ def test_calls_that_the_length_cuts(scripted: tuple[Running, ScriptedModel], str
         assert last["output"][-1]["arguments"] == calls[2]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_demanded_call_without_a_name(
+    scripted: tuple[Running, ScriptedModel], stream: bool
+) -> None:
+    """The length cuts a call before the name of one of two tools: an empty message is left."""
+    running, _ = scripted
+    names = ("weather", "clock")
+    reply = running.post(
+        "/v1/responses",
+        {
+            "input": "x",
+            "max_output_tokens": 1,
+            "stream": stream,
+            "tools": [FUNCTION | {"name": name} for name in names],
+            "tool_choice": "required",
+        },
+    )
+    last = named(reply)[-1][1]["response"] if stream else reply.json
+    (item,) = last["output"]
+    assert (item["type"], item["status"]) == ("message", "incomplete")
+    assert [part["text"] for part in item["content"]] == [""]
+
+
 def test_tools_that_the_server_turned_off(model: str) -> None:
     flags = ("--tool-call-parser", "none", "--threads", "1", "--kv-blocks", "64")
     quiet = Running(model, *flags)
