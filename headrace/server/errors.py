@@ -86,11 +86,15 @@ def prompt_too_long(
 ) -> ApiError:
     """Make the error of a prompt and `max_tokens` that together exceed the context."""
     if max_tokens and num_tokens < max_model_len:
-        # Claude Code and other clients read the numbers of Anthropic's message.
+        # Claude Code and other clients read the numbers of Anthropic's message. LangChain takes
+        # "prompt is too long" as advice to shorten the conversation, which helps only if
+        # `max_tokens` alone fits.
+        fits_alone = max_tokens < max_model_len
+        advice = f"the prompt is too long for this {param}; shorten it or " if fits_alone else ""
         return invalid(
             f"input length and `max_tokens` exceed context limit: {num_tokens} + {max_tokens} > "
             f"{max_model_len}; this model's maximum context length is {max_model_len:,} tokens; "
-            f"decrease {param}",
+            f"{advice}decrease {param}",
             param,
             "context_length_exceeded",
         )

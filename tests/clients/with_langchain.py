@@ -120,7 +120,7 @@ def unknown_model() -> None:
 
 def too_long() -> None:
     """LangChain raises a type of its own, so that programs can shorten the conversation."""
-    raised(ContextOverflowError, lambda: model(max_tokens=TOO_LONG).invoke(QUESTION))
+    raised(ContextOverflowError, lambda: model().invoke("water " * TOO_LONG))
 
 
 def full_for_a_moment() -> str:

@@ -73,7 +73,9 @@ def stream() -> str:
     for provider in ("openai", "hosted_vllm"):
         chunks = list(ask(provider=provider, stream=True, stream_options={"include_usage": True}))
         assert any(getattr(chunk, "usage", None) for chunk in chunks)
-        texts.append("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
+        # The chunk of the usage has no choices.
+        choices = [choice for chunk in chunks for choice in chunk.choices]
+        texts.append("".join(choice.delta.content or "" for choice in choices))
     assert texts[0] == texts[1]
     return texts[0]
 
