@@ -12,14 +12,13 @@ from typing import Any
 from headrace.errors import RequestError
 from headrace.grammar.ascii_classes import with_ascii_classes
 from headrace.grammar.cost import check_cost
+from headrace.grammar.lark import ANY_TEXT, Lark, quoted
 from headrace.json_schema import enforceable
 
-_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _KINDS = (
     "any_text, const_string, json_schema, optional, or, plus, regex, sequence, star, tag, "
     "tags_with_separator and triggered_tags"
 )
-_ANY = "/(?s:.*)/"
 
 Node = Mapping[str, Any]
 
@@ -32,21 +31,19 @@ def structural_tag_lark(
     Raises RequestError, which names the path from `field` on.
     """
     tag = json.loads(text)
-    writer = _Writer(control_tokens)
+    lark = Lark(control_tokens)
+    writer = _Writer(lark)
     if "format" in tag:
         start = writer.part(_mapping(tag, "format", field), f"{field}.format")
     else:
         start = writer.structures(tag, field)
-    return "\n".join((f"start: {start}", *writer.rules)) + "\n", writer.schemas
+    return lark.render(start), writer.schemas
 
 
 class _Writer:
-    def __init__(self, control_tokens: Mapping[str, int]) -> None:
-        self.rules: list[str] = []
+    def __init__(self, lark: Lark) -> None:
         self.schemas: list[tuple[str, str]] = []
-        self._control_tokens = control_tokens
-        longest_first = sorted(control_tokens, key=len, reverse=True)
-        self._marker = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._lark = lark
 
     def structures(self, tag: Node, field: str) -> str:
         """The older form: each structure has `begin`, `schema` and `end`."""
@@ -65,9 +62,9 @@ class _Writer:
         kind = part.get("type")
         match kind:
             case "any_text":
-                return self._rule(_ANY)
+                return self._lark.rule(ANY_TEXT)
             case "const_string":
-                return self._text(_string(part, "value", field))
+                return self._lark.text(_string(part, "value", field))
             case "json_schema":
                 return self._json(_mapping(part, "json_schema", field), f"{field}.json_schema")
             case "schema":  # of the older form
@@ -77,7 +74,7 @@ class _Writer:
                 pattern = _string(part, "pattern", field)
                 check_cost("regex", pattern, f"{field}.pattern")
                 escaped = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", with_ascii_classes(pattern))
-                return self._rule("/" + escaped.replace("\n", r"\n") + "/")
+                return self._lark.rule("/" + escaped.replace("\n", r"\n") + "/")
             case "sequence":
                 return " ".join(f"({item})" for item in self._elements(part, field))
             case "or":
@@ -109,11 +106,11 @@ class _Writer:
             raise RequestError(f"{field}.end must be text")
         content = _mapping(tag, "content", field)
         if content.get("type") == "any_text":
-            inner = " | ".join(map(self._up_to, ends))
+            inner = " | ".join(map(self._lark.up_to, ends))
         else:
-            after = " | ".join(map(self._text, ends))
+            after = " | ".join(map(self._lark.text, ends))
             inner = f"({self.part(content, f'{field}.content')}) ({after})"
-        return f"{self._text(begin)} ({inner})"
+        return f"{self._lark.text(begin)} ({inner})"
 
     def _triggered(self, part: Node, field: str, name: str) -> str:
         """Free text, in which each trigger begins one of the tags that begin with it."""
@@ -123,8 +120,8 @@ class _Writer:
         ):
             raise RequestError(f"{field}.triggers must be a list of texts")
         tags = _list(part, name, field)
-        spelt = [trigger for trigger in triggers if not self._marker.search(trigger)]
-        free = self._terminal(_without(spelt))
+        spelt = [trigger for trigger in triggers if not self._lark.has_control_token(trigger)]
+        free = self._lark.terminal(_without(spelt))
         begins = [_string(tag, "begin", f"{field}.{name}[{i}]") for i, tag in enumerate(tags)]
         heads: list[str] = []
         unused = set(range(len(tags)))
@@ -134,14 +131,14 @@ class _Writer:
             if not chosen:
                 continue
             if trigger in spelt:
-                head = self._terminal(f"{_without(spelt)} {_quoted(trigger)}")
+                head = self._lark.terminal(f"{_without(spelt)} {quoted(trigger)}")
             else:
-                head = f"{free} {self._text(trigger)}"
+                head = f"{free} {self._lark.text(trigger)}"
             bodies = " | ".join(
                 self._tag(tags[i], f"{field}.{name}[{i}]", begins[i][len(trigger) :])
                 for i in chosen
             )
-            heads.append(self._rule(f"{head} ({bodies})"))
+            heads.append(self._lark.rule(f"{head} ({bodies})"))
         if unused:
             raise RequestError(f"{field}.{name}[{min(unused)}].begin begins with no trigger")
         either, is_one = " | ".join(heads), bool(part.get("stop_after_first"))
@@ -153,8 +150,8 @@ class _Writer:
         tags = " | ".join(
             self._tag(tag, f"{field}.tags[{i}]") for i, tag in enumerate(_list(part, "tags", field))
         )
-        one = self._rule(tags)
-        separator = self._text(_string(part, "separator", field))
+        one = self._lark.rule(tags)
+        separator = self._lark.text(_string(part, "separator", field))
         more = "" if part.get("stop_after_first") else f" ({separator} {one})*"
         return f"{one}{more}" if part.get("at_least_one") else f"({one}{more})?"
 
@@ -162,48 +159,16 @@ class _Writer:
         check_cost("json", json.dumps(schema), field)
         found = enforceable(schema, field).schema
         self.schemas.append((field, json.dumps(found)))
-        own = found.get("x-guidance")
-        style = {**_STYLE, **(own if isinstance(own, Mapping) else {})}
-        return self._rule(f"%json {json.dumps({**found, 'x-guidance': style})}")
-
-    def _text(self, text: str) -> str:
-        parts, position = [], 0
-        for match in self._marker.finditer(text):
-            parts.append(_quoted(text[position : match.start()]))
-            parts.append(f"<[{self._control_tokens[match[0]]}]>")
-            position = match.end()
-        parts.append(_quoted(text[position:]))
-        return " ".join(filter(None, parts)) or '""'
-
-    def _up_to(self, end: str) -> str:
-        if not end:
-            return self._rule(_ANY)
-        if self._marker.search(end):
-            return f"{self._rule(_ANY)} {self._text(end)}"
-        return self._rule(_ANY, f"[suffix={_quoted(end)}]")
-
-    def _rule(self, body: str, options: str = "") -> str:
-        name = f"s{len(self.rules)}"
-        self.rules.append(f"{name}{options}: {body}")
-        return name
-
-    def _terminal(self, body: str) -> str:
-        name = f"S{len(self.rules)}"
-        self.rules.append(f"{name}: {body}")
-        return name
+        return self._lark.json(found)
 
 
 def _without(texts: Sequence[str]) -> str:
     """A terminal of text in which none of the texts is."""
     if not texts:
-        return _ANY
+        return ANY_TEXT
     # Lark writes "/" as "\/".
     found = "|".join(re.escape(text).replace("/", r"\/") for text in texts)
-    return f"({_ANY} & ~/(?s:.*)({found})(?s:.*)/)"
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else ""
+    return f"({ANY_TEXT} & ~/(?s:.*)({found})(?s:.*)/)"
 
 
 def _read(kind: type, name: str) -> Callable[[Node, str, str], Any]:

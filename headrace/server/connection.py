@@ -19,7 +19,7 @@ log = logging.getLogger("headrace.server")
 
 
 class Connection(HttpToolsProtocol):
-    """Speaks HTTP/1 as RFC 9112 has it, where uvicorn does not.
+    """Speaks the parts of HTTP/1 (RFC 9112) that uvicorn's protocol gets wrong.
 
     It ignores `Upgrade`, sends no chunks in HTTP/1.0, and responds to clients that have
     ended their side. It closes connections whose client sends a request's head or reads a response

@@ -58,7 +58,7 @@ class ResponseItems:
             if chunk.finish_reason:
                 self._status = "incomplete" if chunk.finish_reason == "length" else "completed"
         if not self._items:
-            # A response without an item is none that clients expect.
+            # Clients read the last item, so there is always one.
             for event in self._open_message():
                 yield event
         for event in self._close():

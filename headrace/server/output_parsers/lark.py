@@ -1,58 +1,17 @@
-"""Builds grammars in llguidance's dialect of Lark."""
+"""Parts of grammars of tool calls."""
 
-import json
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from headrace.grammar.lark import Lark
 from headrace.server.output_parsers.tools import Tool
-
-_JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-"""White space as `json.dumps` writes it. Small models may never end flexible white space."""
 
 MAX_CALLS = 8
 """Max tool calls in a response that must call tools."""
 
 
-class LarkGrammar:
-    """A grammar under construction. Its methods return expressions."""
-
-    def __init__(self, control_tokens: Mapping[str, int]) -> None:
-        self._control_tokens = {text: token for text, token in control_tokens.items() if text}
-        self._rules: list[str] = []
-        longest_first = sorted(self._control_tokens, key=len, reverse=True)
-        self._marker = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-
-    def text(self, text: str) -> str:
-        parts, position = [], 0
-        for match in self._marker.finditer(text):
-            parts.append(_quoted(text[position : match.start()]))
-            parts.append(f"<[{self._control_tokens[match[0]]}]>")
-            position = match.end()
-        parts.append(_quoted(text[position:]))
-        return " ".join(filter(None, parts)) or '""'
-
-    def json(self, schema: Mapping[str, Any]) -> str:
-        own = schema.get("x-guidance")
-        style = {**_JSON_STYLE, **(own if isinstance(own, Mapping) else {})}
-        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': style})}")
-
-    def up_to(self, marker: str) -> str:
-        control = self._marker.search(marker)
-        if control is None:
-            return self.rule("/(?s:.*)/", f"[suffix={_quoted(marker)}]")
-        # A terminal (in capitals) joins the text with the part of the marker before the token.
-        text = f"TEXT{len(self._rules)}"
-        self._rules.append(f"{text}: /(?s:.*)/ {_quoted(marker[: control.start()])}")
-        return f"{text} {self.text(marker[control.start() :])}"
-
-    def rule(self, body: str, options: str = "") -> str:
-        name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{options}: {body}")
-        return name
-
-    def either(self, expressions: Iterable[str]) -> str:
-        return self.rule(" | ".join(expressions))
+class LarkGrammar(Lark):
+    """A grammar under construction, of tool calls too. Its methods return expressions."""
 
     def repeated(self, expression: str, separator: str, parallel: bool) -> str:
         """Match the expression once, or up to `MAX_CALLS` times.
@@ -80,9 +39,6 @@ class LarkGrammar:
             more = next_more
         return first
 
-    def render(self, start: str) -> str:
-        return "\n".join((f"start: {start}", *self._rules)) + "\n"
-
 
 def properties(tool: Tool) -> list[tuple[str, Mapping[str, Any]]]:
     shared = {
@@ -94,7 +50,3 @@ def properties(tool: Tool) -> list[tuple[str, Mapping[str, Any]]]:
     if not isinstance(keys, Mapping):
         return []
     return [(key, {**shared, **tool.parameter(key)}) for key in keys]
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else ""
