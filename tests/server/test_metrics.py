@@ -117,7 +117,8 @@ def test_values_are_those_of_the_requests(samples: dict[str, dict[str, float]]) 
     assert sums("inference") == pytest.approx(sums("prefill") + sums("decode"))
     assert sums("inference") + sums("queue") <= samples["vllm:e2e_request_latency_seconds_sum"][""]
     assert samples["vllm:time_to_first_token_seconds_count"][""] == 3  # no embedding
-    assert samples["vllm:inter_token_latency_seconds_count"][""] >= 8 + 2 * 4
+    # An accepted draft brings several tokens with one interval.
+    assert 0 < samples["vllm:inter_token_latency_seconds_count"][""] <= total - 3
 
 
 def test_each_series_has_a_help_text_and_a_type(counted: Running) -> None:

@@ -125,7 +125,8 @@ def test_log_has_no_text_and_cannot_be_forged(logging_server: Running) -> None:
 
 
 def test_text_log_line(server: Running) -> None:
-    server.post("/v1/completions", {"prompt": "a", "max_tokens": 2}, {"x-request-id": "mine"})
+    body = {"prompt": "a", "max_tokens": 2, "ignore_eos": True}
+    server.post("/v1/completions", body, {"x-request-id": "mine"})
     until(lambda: any("id mine" in line for line in server.log))
     (line,) = [line for line in server.log if "id mine" in line]
     assert re.search(
