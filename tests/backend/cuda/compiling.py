@@ -25,6 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from headrace.backend.cuda import CudaExecutable
+from headrace.backend.cuda.architecture import H100, set_architecture
 from headrace.backend.cuda.launch import Launch
 from headrace.backend.cuda.sampling_layout import SampleLayout
 from headrace.backend.cuda.step_shape import StepShape
@@ -37,7 +38,6 @@ from tests.backend.cuda.hollow import SPECS, hollow_tensors, make_weights_in_pla
 
 META = torch.device("meta")
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
-MULTIPROCESSORS = 132
 
 
 class Case(NamedTuple):
@@ -111,10 +111,9 @@ class Driver(triton.backends.driver.DriverBase):  # type: ignore[misc]
 def pretend() -> None:
     """Give later tensors no memory, and let Triton compile for an H100."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("headrace.backend.cuda"):
-            for what, value in (("DEVICE", META), ("multiprocessors", lambda: MULTIPROCESSORS)):
-                if hasattr(module, what):
-                    setattr(module, what, value)
+        if name.startswith("headrace.backend.cuda") and hasattr(module, "DEVICE"):
+            setattr(module, "DEVICE", META)  # noqa: B010
+    set_architecture(H100)
     triton.runtime.driver.set_active(Driver())
     make_weights_in_place(META)
 
