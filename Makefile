@@ -8,7 +8,9 @@ TRY_PYTHONS ?=
 CASES ?= 20000
 TEXTS ?= 5000
 PICTURES ?= build/page
-CUDA_PYTHON ?= python3.12
+# Of the machine that a bundle is for. A shim of pyenv on the path may refuse to run.
+CUDA_PYTHON ?= $(shell for python in python3.12 $$HOME/.pyenv/versions/3.12*/bin/python; do \
+	$$python -m venv --help >/dev/null 2>&1 && echo $$python && break; done)
 PROMPT ?= How does a water wheel turn falling water into useful work?
 
 BIN := .venv/bin
@@ -95,8 +97,9 @@ test-page: .venv/.test
 test-triton: .venv/.test
 	HEADRACE_TRITON_EXAMPLES=10 $(BIN)/python -m pytest tests/backend/cuda tests/benchmarks/test_cuda_benchmark.py
 
-test-cuda: .venv/.test
-	TRITON_INTERPRET=0 $(BIN)/python -m pytest -n 8 --dist worksteal tests/backend/cuda
+# On a GPU machine. Each of the two takes less than ten minutes with 16 cores.
+test-cuda: .venv/.cuda
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -n 8 --dist worksteal -rs tests/backend/cuda
 	$(BIN)/python benchmarks/cuda/checks.py
 
 test-ray: .venv/.ray
@@ -157,11 +160,11 @@ bench: .venv/.core
 	$(BIN)/python benchmarks/peers.py --engines llama.cpp --workloads decode,prefill
 	$(BIN)/python benchmarks/serving
 
-bench-cuda: .venv/.test
+bench-cuda: .venv/.cuda
 	$(BIN)/python benchmarks/cuda
 
 # Wheels of what torch's machines lack, Headrace with its native module for the other Python among them, and tests and benchmarks.
-CUDA_WHEELS := execnet hypothesis iniconfig jinja2 markdown-it-py markupsafe mdurl numpy packaging platformdirs pluggy pygments pytest pytest-xdist rich \
+CUDA_WHEELS := execnet hypothesis iniconfig jinja2 llguidance markdown-it-py markupsafe mdurl numpy packaging platformdirs pluggy pygments pytest pytest-xdist rich \
 	sortedcontainers tokenizers
 cuda-bundle: build/cuda-venv/.made
 	@rm -rf build/cuda-bundle
@@ -173,6 +176,7 @@ cuda-bundle: build/cuda-venv/.made
 
 # It stays, as the native module would be compiled anew in another.
 build/cuda-venv/.made:
+	@test -n '$(CUDA_PYTHON)' || { echo 'no Python 3.12 runs here: install one with its venv module (apt-get install python3.12-venv, pyenv install 3.12), or name that of the GPU machine: make cuda-bundle CUDA_PYTHON=PATH'; exit 1; }
 	@echo '[set-up] virtual environment of $(CUDA_PYTHON) in build/cuda-venv'
 	@$(CUDA_PYTHON) -m venv build/cuda-venv
 	@build/cuda-venv/bin/python -m pip install -qq --disable-pip-version-check scikit-build-core nanobind
@@ -212,6 +216,11 @@ clean:
 	@echo '[set-up] test dependencies'
 	@$(PIP) torch==2.13.0 # by itself and first, so that nothing pulls a larger build of it
 	@$(INSTALL) '.[oracle,test]'
+	@touch $@
+
+.venv/.cuda: pyproject.toml | .venv/.core
+	@echo '[set-up] torch, Triton, and what the tests of the GPU backend need'
+	@$(INSTALL) '.[test-cuda]'
 	@touch $@
 
 .venv/.ray: pyproject.toml | .venv/.test

@@ -16,6 +16,7 @@ from headrace.model.rope import inverse_frequencies
 from headrace.model.sources import QkvLayout, fused_qkv, half_split, weights
 from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.quant.formats import StoredTensor
+from tests import family_configs
 from tests.families import VARIANTS, spec_of
 
 SPEC = ModelSpec(
@@ -54,6 +55,11 @@ def test_every_tensor_has_a_source_in_every_layout(name: str) -> None:
             assert (place.name, first) not in taken
             assert "{" not in place.name and not place.name.endswith(layout.ignored or ("-",))
             taken.add((place.name, first))
+
+
+def test_configurations_on_file_are_those_of_transformers() -> None:
+    on_file = {name: family_configs.spec_of(name) for name in family_configs.CONFIGS}
+    assert on_file == {name: spec_of(name) for name in VARIANTS}
 
 
 LATENT = {

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.kernels import code_pairs, product
 from headrace.backend.cuda.kernels.linear import linear
 from headrace.backend.cuda.layout import layout_of
@@ -215,6 +216,7 @@ TWINS = {
 }
 
 
+@pytest.mark.skipif(not is_interpreting(), reason="replaces instructions in the interpreter")
 @pytest.mark.parametrize("num_rows", [5, 70])
 @pytest.mark.parametrize(
     "name",

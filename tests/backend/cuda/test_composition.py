@@ -145,6 +145,7 @@ def test_pooling() -> None:
 
 
 def test_a_grammar_is_a_mask_on_the_device() -> None:
+    pytest.importorskip("llguidance")
     ask = [
         (
             [3, 4],

@@ -11,7 +11,7 @@ from headrace.backend.reference.ops import RUN
 from headrace.config import KvConfig
 from headrace.model import trace_model
 from tests.backend.batches import Sequence, batch_of
-from tests.families import VARIANTS, spec_of
+from tests.family_configs import CONFIGS, spec_of
 from tests.tiny import random_tensors
 
 PROMPT = [11, 7, 93, 40, 5, 66, 21, 8, 90, 17, 3]
@@ -22,7 +22,7 @@ def test_every_op_has_a_kernel() -> None:
     assert set(LOWER) == set(RUN)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_those_of_the_reference(name: str) -> None:
     spec = spec_of(name)
     tensors = random_tensors(spec, 1)
