@@ -8,36 +8,16 @@ Weights are random, and made on the GPU. Figures are medians (min-max).
 """
 
 import argparse
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import programs  # before torch, which must know where kernels run
-import torch
-import triton
 from figures import FORMATS, SMOKE, Figure, Sizes, copy_bandwidth, long_contexts, model_figures
+from results import Results
 
-from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.measure.table import print_table
-
-
-def machine() -> dict[str, object]:
-    """The GPU and the software of the measurement."""
-    versions = {
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda,
-    }
-    if is_interpreting():
-        return {"gpu": "interpreter", **versions}
-    about = torch.cuda.get_device_properties(0)
-    return {
-        "gpu": about.name,
-        "multiprocessors": about.multi_processor_count,
-        "l2_bytes": about.L2_cache_size,
-        **versions,
-    }
 
 
 def text(number: float) -> str:
@@ -54,6 +34,15 @@ def row_of(figure: Figure) -> list[str]:
     )
     spread = f"{text(figure.value)} ({text(figure.low)}-{text(figure.high)}) {figure.unit}"
     return [figure.name, spread.strip(), wanted]
+
+
+def row_of_kernel(kernel: dict[str, Any]) -> str:
+    """A kernel of a step, with its share of the copy bandwidth."""
+    each = 1e3 * kernel["ms"] / kernel["launches"]
+    return (
+        f"{'':16}{kernel['kernel']:40} {kernel['launches']:4} x {each:7.1f} us"
+        f" = {kernel['ms']:6.3f} ms, {1e-6 * kernel['bytes']:9.1f} MB, {kernel['share']:5.0%}"
+    )
 
 
 def main() -> None:
@@ -76,19 +65,16 @@ def main() -> None:
     args = parser.parse_args()
     sizes = SMOKE if args.smoke else Sizes()
     sizes = replace(sizes, specs=tuple(args.models)) if args.models else sizes
-    about, begun = machine(), time.perf_counter()
-    out = args.out or Path(__file__).parent / f"results/{str(about['gpu']).replace(' ', '-')}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
+    results, begun = Results(args.out), time.perf_counter()
     copied = copy_bandwidth(sizes)
     found = [copied]
 
     def add(figure: Figure) -> None:
         found.append(figure)
         print(f"{time.perf_counter() - begun:6.0f} s  {'  '.join(row_of(figure))}", flush=True)
-        out.write_text(
-            json.dumps({"machine": about, "figures": [one.as_json() for one in found]}, indent=1)
-            + "\n"
-        )
+        for kernel in figure.more.get("kernels", []):
+            print(row_of_kernel(kernel), flush=True)
+        results.write("figures", [one.as_json() for one in found])
 
     for spec in sizes.specs:
         for number in args.formats:

@@ -1,35 +1,43 @@
 """Checks of the GPU backend: a request has the same bits in any batch, and the GPU draws the same
 tokens as the host.
 
-    python benchmarks/cuda/checks.py  writes benchmarks/cuda/results/<name of the GPU>-checks.json
+    python benchmarks/cuda/checks.py  writes benchmarks/cuda/results/<name of the GPU>.json
+    python benchmarks/cuda/checks.py --parts premises products
+    python benchmarks/cuda/checks.py --parts models --models "8b Q4_0"
     python benchmarks/cuda/checks.py --smoke       whether it runs at all, in Triton's interpreter
 
-Exit code 1 if a check failed.
+Premises are what the design takes for granted: that instructions of tensor cores sum alike. A check
+that raises an exception has failed, and the others go on. Exit code 1 if a check failed.
 """
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import programs  # before torch, which must know where kernels run
 import torch
+from figures import SMOKE as SMOKE_SIZES
+from figures import Sizes, copy_bandwidth
 from numpy.typing import NDArray
+from premises import cache_bandwidth, equal_bits
 from programs import BLOCK_SIZE, compile_together, draws, executable_of, step_of
+from results import Results
 
 from headrace.backend.cuda import CudaExecutable
 from headrace.backend.cuda.device import DEVICE
-from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.kernels.linear import linear
 from headrace.backend.cuda.kernels.quantise_rows import quantise_rows
 from headrace.backend.cuda.launch import Launch
-from headrace.backend.cuda.layout import layout_of
+from headrace.backend.cuda.layout import WeightLayout, layout_of
 from headrace.backend.cuda.step_shape import StepShape, shape_of
 from headrace.backend_traits import KvDtype
 from headrace.batch import RaggedBatch
@@ -84,7 +92,7 @@ class Scale:
     models: tuple[tuple[str, str, KvDtype], ...] = (
         *(("8b", name, "bf16") for name in ("BF16", "Q8_0", "Q4_0")),
         *(("8b", "Q4_0", kind) for kind in ("int8", "fp8")),
-        *(("8b", name, "bf16") for name in ("I8_MIXED", "Q4_K")),
+        *(("8b", name, "bf16") for name in ("I8_MIXED", "Q4_K", "e4m3")),
         *(("experts", "BF16", kind) for kind in ("bf16", "int8")),
         *(("latent", "Q8_0", kind) for kind in ("bf16", "fp8", "int8")),
     )
@@ -100,61 +108,105 @@ SMOKE = Scale(
     2,
     2,
     2,
-    (("tiny", "Q8_0", "bf16"), ("tiny experts", "BF16", "bf16"), ("tiny latent", "Q4_0", "int8")),
+    (
+        ("tiny", "Q8_0", "bf16"),
+        ("tiny", "e4m3", "fp8"),
+        ("tiny experts", "BF16", "bf16"),
+        ("tiny latent", "Q4_0", "int8"),
+    ),
 )
 
 
-def products(scale: Scale) -> Iterator[tuple[str, str]]:
-    """Compare rows alone and in larger tiles, with weights in each layout; return the failures."""
-    layouts = {layout_of(hollow_tensor("w", name, (256, 256))): name for name in reversed(FORMATS)}
-    for layout, name in reversed(layouts.items()):
+Check = tuple[str, Callable[[], str]]
+"""A name, and a function that returns the failure, if any."""
+
+
+def premises(smoke: bool) -> Iterator[tuple[str, str]]:
+    """Compare instructions of tensor cores; print the bandwidths that figures are shares of."""
+    yield from equal_bits(256 if smoke else 4096)
+    copied = copy_bandwidth(SMOKE_SIZES if smoke else Sizes()).value
+    print(f"{copied:,.0f} GB/s copied", flush=True)
+    for megabytes in (1,) if smoke else (8, 16, 32):
+        read = cache_bandwidth(megabytes, 1 if smoke else 5)
+        print(f"{1e-9 * median(read):,.0f} GB/s read of {megabytes} MB again and again", flush=True)
+
+
+class Product:
+    """A weight in one layout, with activations of one type and products of some of its rows."""
+
+    def __init__(self, name: str, layout: WeightLayout, kind: torch.dtype, scale: Scale) -> None:
+        self.name = f"products: {name}, {str(kind)[6:]}"
         weight = random_weight(layout, scale.outputs, scale.cols, DEVICE)
-        kinds = (
-            (torch.bfloat16, torch.float32)
-            if layout.store in ("bf16", "f32")
-            else (torch.bfloat16,)
-        )
-        for kind in kinds:
-            x = torch.randn(scale.max_rows, scale.cols, device=DEVICE).to(kind)
-            x[:, ::97] *= 20  # outliers
-            codes = torch.empty(
-                len(x), layout.padded_cols(scale.cols), dtype=torch.int8, device=DEVICE
-            )
-            scales = torch.empty(len(x), device=DEVICE)
-            if layout.rows_in_int8:
-                quantise_rows(codes, scales, x, layout.outliers)()
+        x = torch.randn(scale.max_rows, scale.cols, device=DEVICE).to(kind)
+        x[:, ::97] *= 20  # outliers
+        codes = torch.empty(len(x), layout.padded_cols(scale.cols), dtype=torch.int8, device=DEVICE)
+        scales = torch.empty(len(x), device=DEVICE)
+        self.first = [quantise_rows(codes, scales, x, layout.outliers)] * layout.rows_in_int8
+        self.out = torch.empty(scale.max_rows, scale.outputs, device=DEVICE)
+        self.rows = [
+            slice(first, first + n) for n in scale.rows for first in {0, (scale.max_rows - n) // 2}
+        ]
 
-            out = torch.empty(scale.max_rows, scale.outputs, device=DEVICE)
+        def launch_of(rows: slice) -> Launch:
+            in_int8 = (codes[rows], scales[rows]) if layout.rows_in_int8 else None
+            return linear(self.out[rows], x[rows], weight, quantised=in_int8)
 
-            def launch_of(
-                rows: slice,
-                out: Any = out,
-                x: Any = x,
-                weight: Any = weight,
-                codes: Any = codes,
-                scales: Any = scales,
-            ) -> Launch:
-                in_int8 = (codes[rows], scales[rows]) if weight.layout.rows_in_int8 else None
-                return linear(out[rows], x[rows], weight, quantised=in_int8)
+        self.whole = launch_of(slice(None))
+        self.parts = [launch_of(rows) for rows in self.rows]
 
-            tried = [
-                slice(first, first + n)
-                for n in scale.rows
-                for first in {0, (scale.max_rows - n) // 2}
-            ]
-            launches = [launch_of(slice(None)), *map(launch_of, tried)]
-            compile_together(launches)
-            launches[0]()
-            whole, wrong = out.clone(), list[int]()
-            for rows, launch in zip(tried, launches[1:], strict=True):
-                out.fill_(torch.nan)
-                launch()
-                if not torch.equal(whole[rows], out[rows]):
-                    wrong.append(rows.stop - rows.start)
-            yield (
-                f"products: {name}, {str(kind)[6:]}",
-                f"other bits with {sorted(set(wrong))} rows" if wrong else "",
-            )
+    @property
+    def launches(self) -> list[Launch]:
+        return [*self.first, self.whole, *self.parts]
+
+    def check(self) -> str:
+        """Compare rows alone with the same rows of a larger step."""
+        for launch in (*self.first, self.whole):
+            launch()
+        whole, wrong = self.out.clone(), set()
+        for rows, launch in zip(self.rows, self.parts, strict=True):
+            self.out.fill_(torch.nan)
+            launch()
+            if not torch.equal(whole[rows], self.out[rows]):
+                wrong.add(rows.stop - rows.start)
+        return f"other bits with {sorted(wrong)} rows" if wrong else ""
+
+
+FP8 = ("e4m3", "e5m2-row")
+
+
+def products(scale: Scale) -> Iterator[Check]:
+    """Products with weights in each layout, whose kernels are compiled together."""
+    names = [*reversed(FORMATS), *FP8]
+    layouts = {layout_of(hollow_tensor("w", name, (256, 256))): name for name in names}
+    found = []
+    for layout, name in reversed(layouts.items()):
+        is_plain = layout.store in ("bf16", "f32")
+        for kind in (torch.bfloat16, torch.float32) if is_plain else (torch.bfloat16,):
+            try:
+                found.append(Product(name, layout, kind, scale))
+            except Exception as error:
+                yield f"products: {name}, {str(kind)[6:]}", raises(error)
+    with suppress(Exception):  # the check of its layout raises it again
+        compile_together(launch for one in found for launch in one.launches)
+    for one in found:
+        yield one.name, one.check
+
+
+def raises(error: Exception) -> Callable[[], str]:
+    """A check that raises an error."""
+
+    def check() -> str:
+        raise error
+
+    return check
+
+
+DRAWS: tuple[dict[str, float], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"top_p": 0.9, "top_k": 50},
+    {"min_p": 0.05, "presence_penalty": 0.5},
+)
 
 
 class Model:
@@ -198,24 +250,29 @@ class Model:
         sequence.computed += len(tokens)
         return logits
 
-    def checks(self) -> Iterator[tuple[str, str]]:
-        """Each check with its failure."""
-        whole = self.run(self.sequence(0), self.prompt)
-        yield "finite", "" if np.isfinite(whole).all() else "logits are not finite"
+    def checks(self) -> Iterator[Check]:
+        """Each check of the model."""
+        self.whole = self.run(self.sequence(0), self.prompt)
+        yield "finite", lambda: "" if np.isfinite(self.whole).all() else "logits are not finite"
         for size in self.scale.chunks:
-            sequence = self.sequence(1)
-            parts = [
-                self.run(sequence, self.prompt[first : first + size])
-                for first in range(0, len(self.prompt), size)
-            ]
-            yield f"chunks of {size}", differences(whole, np.concatenate(parts))
+            yield f"chunks of {size}", partial(self.in_chunks, size)
         first = len(self.prompt) - self.scale.decoded
-        yield "graphs", differences(whole[first:], self.decoded(first))
-        yield "without logits before", differences(whole[first:], self.silent(first))
-        yield "in a crowd", differences(whole, self.in_a_crowd())
-        yield "trees", self.tree(whole, first)
-        yield f"{self.scale.repeats} repeats", self.repeats()
-        yield from self.drawn()
+        last = self.whole[first:]
+        yield "graphs", lambda: differences(last, self.decoded(first))
+        yield "without logits before", lambda: differences(last, self.silent(first))
+        yield "in a crowd", lambda: differences(self.whole, self.in_a_crowd())
+        yield "trees", lambda: self.tree(self.whole, first)
+        yield f"{self.scale.repeats} repeats", self.repeats
+        for params in DRAWS:
+            yield f"draws with {params}", partial(self.drawn, params)
+
+    def in_chunks(self, size: int) -> str:
+        sequence = self.sequence(1)
+        parts = [
+            self.run(sequence, self.prompt[first : first + size])
+            for first in range(0, len(self.prompt), size)
+        ]
+        return differences(self.whole, np.concatenate(parts))
 
     def decoded(self, first: int) -> Rows:
         """Logits of the last tokens, one at a time, from graphs."""
@@ -285,29 +342,16 @@ class Model:
             wrong += not torch.equal(kept, value)
         return f"{wrong} have other bits" if wrong else ""
 
-    def drawn(self) -> Iterator[tuple[str, str]]:
-        """Tokens that the GPU draws, and tokens that the host draws from the same logits."""
+    def drawn(self, params: dict[str, float]) -> str:
+        """Compare tokens that the GPU draws with those of the host, from the same logits."""
         others, tokens = self.crowd()
         batch = step_of(self.executable, others, tokens, all_logits=False)
-        for params in (
-            {"temperature": 0.0},
-            {"temperature": 0.8},
-            {"top_p": 0.9, "top_k": 50},
-            {"min_p": 0.05, "presence_penalty": 0.5},
-        ):
-            mine, its = (self.draws(batch, params) for _ in range(2))
-            result = self.executable.launch(batch, mine, logits=True).wait()
-            assert result.logits is not None
-            wrong = sum(
-                a.tokens != b.tokens
-                for a, b in zip(
-                    result.values, run_logit_ops(its, result.logits.copy()), strict=True
-                )
-            )
-            yield (
-                f"draws with {params}",
-                f"{wrong} of {len(mine)} tokens are not those of the host" if wrong else "",
-            )
+        mine, its = (self.draws(batch, params) for _ in range(2))
+        result = self.executable.launch(batch, mine, logits=True).wait()
+        assert result.logits is not None
+        theirs = run_logit_ops(its, result.logits.copy())
+        wrong = sum(a.tokens != b.tokens for a, b in zip(result.values, theirs, strict=True))
+        return f"{wrong} of {len(mine)} tokens are not those of the host" if wrong else ""
 
     def draws(self, batch: RaggedBatch, params: dict[str, float]) -> list[SampleOp]:
         return draws(
@@ -328,47 +372,68 @@ def differences(one: Rows, other: Rows) -> str:
     )
 
 
+class Notes:
+    """Results of checks, printed and written as they come."""
+
+    def __init__(self, results: Results) -> None:
+        self._results, self._begun = results, time.perf_counter()
+        self.rows = list[dict[str, Any]]()
+
+    def note(self, name: str, wrong: str) -> None:
+        self.rows.append({"check": name, "holds": not wrong, "wrong": wrong})
+        verdict = f"FAILS  {name}: {wrong}" if wrong else f"holds  {name}"
+        print(f"{time.perf_counter() - self._begun:6.0f} s  {verdict}", flush=True)
+        self._results.write("checks", self.rows)
+
+    def run(self, prefix: str, checks: Callable[[], Iterable[Check]]) -> None:
+        """Run checks; one that raises has failed."""
+        try:
+            for name, check in checks():
+                try:
+                    wrong = check()
+                except Exception as error:  # the others may hold
+                    wrong = described(error)
+                self.note(prefix + name, wrong)
+        except Exception as error:
+            self.note(f"{prefix}to the end", described(error))
+
+
+def described(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:400]
+
+
+PARTS = ("premises", "products", "models")
+
+
 def main() -> None:
     """Run all checks, and print the failures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=PARTS, help="kinds of checks (default: all)"
+    )
+    parser.add_argument("--models", nargs="+", help="models whose names begin so (default: all)")
     parser.add_argument("--out", type=Path, help="file for the results")
     parser.add_argument(
         "--smoke", action="store_true", help="sizes that are small enough for the interpreter"
     )
     args = parser.parse_args()
     scale = SMOKE if args.smoke else Scale()
-    gpu = "interpreter" if is_interpreting() else torch.cuda.get_device_name()
-    out = args.out or Path(__file__).parent / f"results/{gpu.replace(' ', '-')}-checks.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    begun, results = time.perf_counter(), list[dict[str, Any]]()
+    notes = Notes(Results(args.out))
 
-    def note(name: str, wrong: str) -> None:
-        results.append({"check": name, "holds": not wrong, "wrong": wrong})
-        print(
-            f"{time.perf_counter() - begun:6.0f} s  {'holds' if not wrong else 'FAILS'}  "
-            f"{name}{': ' * bool(wrong)}{wrong}",
-            flush=True,
-        )
-        out.write_text(json.dumps({"gpu": gpu, "checks": results}, indent=1) + "\n")
-
-    def all_of(found: Callable[[], Iterator[tuple[str, str]]], prefix: str) -> None:
-        try:
-            for name, wrong in found():
-                note(prefix + name, wrong)
-        except Exception as error:  # the others may hold
-            note(f"{prefix}to the end", f"{type(error).__name__}: {error}")
-
-    all_of(lambda: products(scale), "")
-    for name, format, kv in scale.models:
-        all_of(
-            lambda name=name, format=format, kv=kv: Model(name, format, kv, scale).checks(),
-            f"{name} {format}, KV in {kv}: ",
-        )  # type: ignore[misc]
+    if "premises" in args.parts:
+        notes.run("", lambda: ((name, lambda w=wrong: w) for name, wrong in premises(args.smoke)))
+    if "products" in args.parts:
+        notes.run("", lambda: products(scale))
         programs.forget()
-    wrong = sum(not result["holds"] for result in results)
-    print(f"{len(results) - wrong} of {len(results)} hold")
+    for model, number, kv in scale.models if "models" in args.parts else ():
+        name = f"{model} {number}, KV in {kv}: "
+        if not args.models or name.startswith(tuple(args.models)):
+            notes.run(name, lambda m=model, n=number, k=kv: Model(m, n, k, scale).checks())
+            programs.forget()
+    wrong = sum(not row["holds"] for row in notes.rows)
+    print(f"{len(notes.rows) - wrong} of {len(notes.rows)} hold")
     sys.exit(bool(wrong))
 
 

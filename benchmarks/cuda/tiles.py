@@ -1,6 +1,6 @@
 """Speed of other tiles of linear ops than `kernels/tiles.py` chooses. Tiles change no bit.
 
-    python benchmarks/cuda/tiles.py  writes benchmarks/cuda/results/<name of the GPU>-tiles.json
+    python benchmarks/cuda/tiles.py  writes benchmarks/cuda/results/<name of the GPU>.json
     python benchmarks/cuda/tiles.py --formats int4 --rows 1 16
     python benchmarks/cuda/tiles.py --smoke        whether it runs at all, in Triton's interpreter
 
@@ -9,7 +9,6 @@ several weights in turn, so that none is in the GPU's cache.
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -20,6 +19,7 @@ import programs  # before torch, which must know where kernels run
 import torch
 from figures import FORMATS
 from programs import compile_together, seconds
+from results import Results
 
 from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.interpreter import is_interpreting
@@ -137,9 +137,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     shapes = {"output": (48, 256, False)} if args.smoke else SHAPES
-    gpu = "interpreter" if is_interpreting() else torch.cuda.get_device_name()
-    out = args.out or Path(__file__).parent / f"results/{gpu.replace(' ', '-')}-tiles.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
+    results = Results(args.out)
     found = []
     for name, (what, (outputs, cols, gate)) in product(args.formats, shapes.items()):
         layout = layout_of(hollow_tensor("w", FORMATS[name], (256, 256)))
@@ -152,7 +150,7 @@ def main() -> None:
                 f"{name} {what:12} {rows:5} rows: {text(one, '')}; best {text(one, 'best_')}",
                 flush=True,
             )
-            out.write_text(json.dumps({"gpu": gpu, "products": found}, indent=1) + "\n")
+            results.write("products", found)
         del weights
         programs.forget()
 

@@ -26,8 +26,9 @@ def test_cuda_figures(tmp_path: Path) -> None:
     figures = report["figures"]
     names = [figure["name"] for figure in figures]
     kinds = [
-        "share of copy bandwidth",
+        "share of copy bandwidth at one row",
         "step of one row",
+        "step of 2 rows",
         "prefill",
         "over cuBLAS",
         "work of the host",
@@ -52,3 +53,36 @@ def test_cuda_checks(tmp_path: Path) -> None:
     report, printed = run(CUDA / "checks.py", tmp_path / "checks.json")
     assert len(report["checks"]) > 30 and all(check["holds"] for check in report["checks"])
     assert printed.splitlines()[-1] == f"{len(report['checks'])} of {len(report['checks'])} hold"
+
+
+FAILING = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import checks
+
+made = checks.Product.__init__
+def refuse(product, name, *rest):
+    if name == "Q4_1":
+        raise ValueError("too large")
+    made(product, name, *rest)
+checks.Product.__init__ = refuse
+checked = checks.Product.check
+checks.Product.check = lambda product: 1 / 0 if "Q4_0" in product.name else checked(product)
+sys.argv = ["checks.py", "--smoke", "--parts", "products", "--out", sys.argv[2]]
+checks.main()
+"""
+
+
+def test_a_check_that_raises_has_failed_and_the_others_go_on(tmp_path: Path) -> None:
+    out = tmp_path / "checks.json"
+    command = [sys.executable, "-c", FAILING, str(CUDA), str(out)]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert result.returncode == 1, result.stderr[-2000:]
+    checks = json.loads(out.read_text())["checks"]
+    failed = {check["check"]: check["wrong"] for check in checks if not check["holds"]}
+    assert failed == {
+        "products: Q4_0, bfloat16": "ZeroDivisionError: division by zero",
+        "products: Q4_1, bfloat16": "ValueError: too large",
+    }
+    assert any("e4m3" in check["check"] for check in checks) and len(checks) > 20

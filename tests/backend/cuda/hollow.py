@@ -16,7 +16,8 @@ from headrace.backend.cuda.packing import PackedWeight
 from headrace.checkpoint.key_biases import split_key_biases
 from headrace.model import tensor_shapes
 from headrace.model.spec import ExpertSpec, MlaSpec, ModelSpec, RopeSpec
-from headrace.quant.formats import FORMATS, StoredTensor
+from headrace.quant.formats import FORMATS, StoredTensor, plain_table
+from tests.tables import KINDS
 
 
 def _llama(
@@ -145,13 +146,21 @@ def hollow_tensors(spec: ModelSpec, format: str, experts: str = "") -> dict[str,
 
 
 def hollow_tensor(name: str, format: str, shape: tuple[int, ...]) -> StoredTensor:
-    """A matrix or a vector whose bytes are all the same byte."""
-    form, rows = FORMATS[format], prod(shape[:-1])
-    shapes = {
-        "codes": (rows, shape[-1] // form.block, form.nbytes),
-        "row_scales": (rows,),
-        "block_scales": (rows, shape[-1] // 32),
-    }
+    """A matrix or a vector whose bytes are all the same byte; `format` is a file's, or of
+    `tests/tables.py`.
+    """
+    rows, cols = prod(shape[:-1]), shape[-1]
+    if format in KINDS:
+        form, spec = plain_table(KINDS[format]), KINDS[format]
+        tables = (rows, spec.num_scales(cols))
+        shapes = {"codes": (rows, cols), "scales": tables, "zeros": tables}
+    else:
+        form = FORMATS[format]
+        shapes = {
+            "codes": (rows, cols // form.block, form.nbytes),
+            "row_scales": (rows,),
+            "block_scales": (rows, cols // 32),
+        }
     parts = {
         part: np.broadcast_to(np.zeros((), kind.dtype), shapes[part])
         for part, kind in form.parts.items()
