@@ -52,5 +52,6 @@ class Heartbeat:
         return Pulse(age=time.monotonic() - written, step=written - step_started)
 
     def close(self) -> None:
-        self._page.close()
-        os.close(self.fd)
+        if not self._page.closed:
+            self._page.close()
+            os.close(self.fd)

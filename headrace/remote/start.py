@@ -39,6 +39,7 @@ def start_engine() -> StartedEngine:
 
 @contextmanager
 def starting_engine() -> Iterator[StartedEngine]:
+    """Start an engine process, and end it with the context, whether or not a client took it."""
     started = start_engine()
     try:
         yield started
@@ -46,3 +47,5 @@ def starting_engine() -> Iterator[StartedEngine]:
         if started.process.poll() is None:
             started.process.kill()
             started.process.wait()
+        started.connection.close()
+        started.heartbeat.close()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.config import EngineConfig
+from headrace.errors import RequestError
 from headrace.remote import client as engine_client
 from headrace.remote import start as engine_start
 from headrace.remote import watch
@@ -23,7 +24,8 @@ CHAT: dict[str, Any] = {
     "ignore_eos": True,
 }
 LONG = CHAT | {"max_tokens": 4000}
-SLOW = LONG | {"logprobs": True, "top_logprobs": 20, "n": 4, "temperature": 1}
+SCORED = LONG | {"logprobs": True, "top_logprobs": 20}
+SLOW = SCORED | {"n": 4, "temperature": 1}
 """A request that outlasts a report of figures; a fast machine generates `LONG` in 0.2 s."""
 FLAGS = ("--max-num-seqs", "8", "--max-waiting", "4", "--threads", "1", "--kv-blocks", "1024")
 
@@ -44,11 +46,20 @@ class TestEngineProcess:
             started.connection.close()
             assert started.process.wait(SECONDS) == 0
 
+    def test_engine_that_no_client_took_leaves_nothing(self) -> None:
+        """A wrong option of `headrace serve` is found after the process has started."""
+        with pytest.raises(RequestError), engine_start.starting_engine() as started:
+            raise RequestError("wrong option")
+        assert started.connection.fileno() == -1 and started.process.poll() is not None
+        with pytest.raises(ValueError):
+            started.heartbeat.read()
+
     def test_restarts_after_a_kill(self, fresh: Running) -> None:
-        body = LONG | {"stream": True}
+        body = SCORED | {"stream": True}
         first = fresh.engine_pid
         replies, threads = in_background([lambda: fresh.post("/v1/chat/completions", body)] * 6)
-        replies_whole, more = in_background([lambda: fresh.post("/v1/chat/completions", LONG)] * 2)
+        whole = [lambda: fresh.post("/v1/chat/completions", SCORED)] * 2
+        replies_whole, more = in_background(whole)
         until(lambda: fresh.figures()["headrace_sequences_running"] == 8)
         os.kill(first, signal.SIGKILL)
         for thread in [*threads, *more]:
@@ -83,7 +94,7 @@ class TestEngineProcess:
     def test_is_not_ready_while_stopped_and_then_restarts(self, fresh: Running) -> None:
         first = fresh.engine_pid
         replies, threads = in_background(
-            [lambda: fresh.post("/v1/chat/completions", LONG | {"stream": True})] * 3
+            [lambda: fresh.post("/v1/chat/completions", SCORED | {"stream": True})] * 3
         )
         until(lambda: fresh.figures()["headrace_sequences_running"] == 3)
         os.kill(first, signal.SIGSTOP)
@@ -120,7 +131,7 @@ class TestEngineProcess:
     def test_ends_with_the_server(self, model: str) -> None:
         server = Running(model, *FLAGS)
         engine = server.engine_pid
-        connection = server.open_stream("/v1/chat/completions", LONG | {"stream": True})
+        connection = server.open_stream("/v1/chat/completions", SLOW | {"stream": True})
         until(lambda: not server.at_rest())
         server.process.kill()
         until(lambda: not alive(engine))

@@ -4,10 +4,12 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from http.client import HTTPResponse
 from pathlib import Path
+from threading import Semaphore
 from typing import Any, NamedTuple
 
-from tests.server.running import Reply, Running, alive, until
+from tests.server.running import SECONDS, Reply, Running, alive, until
 
 WORKER = ("--worker", "--threads", "1", "--kv-blocks", "1024", "--max-num-seqs", "16")
 STREAMS = 10
@@ -24,9 +26,9 @@ class Cluster(NamedTuple):
         """Number of workers that the frontend uses."""
         return int(self.frontend.figures()["headrace_kv_blocks"]) // 1024
 
-    def busy(self) -> Running:
-        """Wait until many requests run; return the worker with the most."""
-        until(lambda: sum(map(running_in, self.workers)) >= STREAMS // 2)
+    def busy(self, streams: "Streams") -> Running:
+        """Wait until many streams have begun; return the worker with the most."""
+        streams.wait()
         return max(self.workers, key=running_in)
 
 
@@ -69,11 +71,38 @@ def bodies() -> list[dict[str, Any]]:
     return [LONG | {"prompt": f"hello {i}", "seed": i} | more for i, more in enumerate(options)]
 
 
+class Streams:
+    """Many streams at once, each read to its end by a thread."""
+
+    def __init__(self, server: Running, pool: ThreadPoolExecutor) -> None:
+        self._server = server
+        self._begun = Semaphore(0)
+        self._replies = [pool.submit(self._read, body) for body in bodies()]
+
+    def __iter__(self) -> Iterator[Future[Reply]]:
+        return iter(self._replies)
+
+    def wait(self) -> None:
+        """Wait until half of the streams have their first event.
+
+        The metrics would tell it too late for fast streams: the engine reports them seldom.
+        """
+        for _ in range(STREAMS // 2):
+            assert self._begun.acquire(timeout=SECONDS)
+
+    def _read(self, body: dict[str, Any]) -> Reply:
+        with self._server.open_stream("/v1/completions", body | {"stream": True}) as connection:
+            response = HTTPResponse(connection)
+            response.begin()
+            first = response.read(1)
+            self._begun.release()
+            return Reply(response.status, {}, first + response.read())
+
+
 @contextmanager
-def streaming(server: Running) -> Iterator[list[Future[Reply]]]:
-    """Run many streams at once, each read to its end by a thread."""
+def streaming(server: Running) -> Iterator[Streams]:
     with ThreadPoolExecutor(STREAMS) as pool:
-        yield [pool.submit(server.post, "/v1/completions", body) for body in bodies()]
+        yield Streams(server, pool)
 
 
 def contents(reply: Reply) -> list[tuple[str, Any, Any]]:

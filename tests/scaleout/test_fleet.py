@@ -26,7 +26,12 @@ from headrace.sampling.sampler import derive_seed
 from headrace.sampling_params import SamplingParams
 from headrace.scaleout.dispatcher import RequestEvent
 from headrace.scaleout.fleet import Fleet
-from tests.engine.test_resume import engine, requests, undisturbed
+from tests.engine.test_resume import (
+    engine,
+    requests,
+    undisturbed,
+    undisturbed_is_freed,  # noqa: F401 - a fixture
+)
 from tests.scaleout.replicas import LocalReplicas, Replica
 from tests.tiny import drain, run_all
 

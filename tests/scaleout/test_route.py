@@ -22,7 +22,6 @@ from headrace.sampling_params import SamplingParams
 from tests.checkpoint.conftest import SHAPE, write_tiny_gguf
 from tests.scaleout.cluster import (
     LONG,
-    STREAMS,
     WORKER,
     Cluster,
     bodies,
@@ -30,7 +29,6 @@ from tests.scaleout.cluster import (
     contents,
     descendants,
     free_port,
-    running_in,
     streaming,
 )
 from tests.server.running import SECONDS, Running, alive, engine_of, until
@@ -202,7 +200,7 @@ class TestLostWorkers:
         """Another worker at the same URL is used after it."""
         with cluster(slow) as two:
             with streaming(two.frontend) as streams:
-                worker = two.busy()
+                worker = two.busy(streams)
                 left = descendants(worker)
                 worker.stop(signal.SIGKILL)
             assert [contents(stream.result()) for stream in streams] == undisturbed(slow)
@@ -213,17 +211,18 @@ class TestLostWorkers:
                 until(lambda: two.num_workers() == 2)
                 (other,) = [server for server in two.workers if server is not worker]
                 with streaming(two.frontend) as streams:
-                    until(lambda: running_in(other) + running_in(again) >= STREAMS // 2)
+                    streams.wait()
                     other.stop(signal.SIGKILL)
                 assert [contents(stream.result()) for stream in streams] == undisturbed(slow)
-                assert again.figures()["headrace_generated_tokens_total"] > 0
+                until(lambda: again.figures()["headrace_generated_tokens_total"] > 0)
             finally:
                 again.stop()
 
     def test_killed_engine_of_a_worker(self, slow: str) -> None:
         with cluster(slow) as two:
             with streaming(two.frontend) as streams:
-                subprocess.run(["kill", "-9", str(engine_of(two.busy().process.pid))], check=True)
+                engine = engine_of(two.busy(streams).process.pid)
+                subprocess.run(["kill", "-9", str(engine)], check=True)
             assert [contents(stream.result()) for stream in streams] == undisturbed(slow)
             until(lambda: two.frontend.get("/health").json["restarts"] == 1)
 
@@ -231,12 +230,12 @@ class TestLostWorkers:
         """It is lost after some seconds, and used again when it continues."""
         with cluster(slow) as two:
             with streaming(two.frontend) as streams:
-                worker = two.busy()
+                worker = two.busy(streams)
                 worker.process.send_signal(signal.SIGSTOP)
                 blocks = two.frontend.get("/stats/blocks")
                 assert (blocks.status, blocks.json["error"]["code"]) == (503, "no_replica")
             assert [contents(stream.result()) for stream in streams] == undisturbed(slow)
-            assert two.num_workers() == 1
+            until(lambda: two.num_workers() == 1)
             worker.process.send_signal(signal.SIGCONT)
             until(lambda: two.num_workers() == 2)
             until(worker.at_rest)
@@ -246,7 +245,7 @@ class TestLostWorkers:
         """Without time to drain, its requests continue on the other worker."""
         with cluster(slow, flags=("--drain-seconds", str(seconds))) as two:
             with streaming(two.frontend) as streams, ThreadPoolExecutor(1) as pool:
-                worker = two.busy()
+                worker = two.busy(streams)
                 ending = pool.submit(worker.stop)
                 later = [
                     two.frontend.post("/v1/completions", {"prompt": "more", **SHORT})
@@ -501,6 +500,6 @@ class TestGenerateRouteOfAWorker:
 def test_many_streams_leave_no_request_running(slow: str) -> None:
     with cluster(slow) as pair:
         with streaming(pair.frontend) as streams:
-            until(lambda: sum(map(running_in, pair.workers)) > 0)
+            streams.wait()
         assert [contents(stream.result()) for stream in streams] == undisturbed(slow)
         until(lambda: all(worker.at_rest() for worker in pair.workers))
