@@ -249,6 +249,19 @@ class Engine:
         self._forget(request_id)
         return result
 
+    def finish(self, request_id: str) -> list[Update]:
+        """End a request as a stop string would, and return its last updates; none for an unknown
+        id.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return []
+        finish_request(request, "stop", self._scheduler)
+        updates = request.new_updates()
+        self._meter.finished += 1
+        self._forget(request_id)
+        return updates
+
     def load_adapter(self, name: str, adapter: Adapter) -> None:
         """Load an adapter of the model's own weights. Raises RequestError if the name is taken."""
         self._check_open()

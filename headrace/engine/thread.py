@@ -113,6 +113,10 @@ class EngineThread:
             # the command that adds them is still in the queue before this one.
             self._commands.put(lambda: self._abort(ids))
 
+    def finish(self, request_id: str) -> None:
+        """End a request as a stop string would, without waiting; an unknown id is ignored."""
+        self._commands.put(lambda: self._finish(request_id))
+
     def call(self, function: Callable[[], _T]) -> _T:
         """Call a function between two steps. Raises its error."""
         self.check_open()
@@ -236,6 +240,11 @@ class EngineThread:
             self._receivers.pop(request_id, None)
             if not self._is_released:
                 self._engine.abort(request_id)
+
+    def _finish(self, request_id: str) -> None:
+        if not self._is_released:
+            for update in self._engine.finish(request_id):
+                self._deliver(update)
 
     def _deliver(self, update: Update) -> None:
         receiver = self._receivers[update.request_id]

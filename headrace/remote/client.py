@@ -135,13 +135,16 @@ class EngineClient:
     def _open_stream(self, request: frames.Add | None = None) -> Stream:
         if self.state not in ("ready", "stalled"):
             raise NotReadyError(self.state, self._reason)
-        stream = Stream(str(next(self._ids)), request, self._abort)
+        stream = Stream(str(next(self._ids)), request, self._abort, self._finish)
         self._streams[stream.id] = stream
         return stream
 
     def _abort(self, request_id: str) -> None:
         if self._forget(request_id):
             self._send(frames.Abort(request_id))
+
+    def _finish(self, request_id: str) -> None:
+        self._send(frames.Finish(request_id))
 
     def _forget(self, request_id: str) -> bool:
         stream = self._streams.pop(request_id, None)

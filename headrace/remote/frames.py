@@ -58,6 +58,12 @@ class Abort(msgspec.Struct, array_like=True, tag=True, frozen=True):
     id: str
 
 
+class Finish(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """End a request, if it is running, as a stop string would. Its last events follow."""
+
+    id: str
+
+
 class LoadAdapter(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """The reply is `Accepted` or `Refused`."""
 
@@ -79,7 +85,7 @@ class MapBlocks(msgspec.Struct, array_like=True, tag=True, frozen=True):
     id: str
 
 
-Command = Add | Abort | LoadAdapter | UnloadAdapter | MapBlocks
+Command = Add | Abort | Finish | LoadAdapter | UnloadAdapter | MapBlocks
 
 
 class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):

@@ -112,6 +112,9 @@ class EngineHost:
                 case frames.Abort(request_id):
                     self.thread.abort([request_id])
                     return
+                case frames.Finish(request_id):
+                    self.thread.finish(request_id)
+                    return
                 case frames.Add():
                     self._add(command)
                     return

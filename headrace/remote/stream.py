@@ -13,8 +13,13 @@ class Stream:
     """The events of a request. `close` aborts it."""
 
     def __init__(
-        self, request_id: str, request: frames.Add | None, abort: Callable[[str], None]
+        self,
+        request_id: str,
+        request: frames.Add | None,
+        abort: Callable[[str], None],
+        finish: Callable[[str], None] | None = None,
     ) -> None:
+        """`finish` ends the request early; without it the engine goes on to the end."""
         self.id = request_id
         self.request = request
         self.tokens_by_output = Counter[int]()
@@ -23,6 +28,7 @@ class Stream:
         self.ended: frames.Ended | None = None
         self.error: EngineError | frames.Refused | None = None
         self._abort = abort
+        self._finish = finish
         self._events: asyncio.Queue[frames.Event | EngineError] = asyncio.Queue()
         self._is_over = False
 
@@ -77,6 +83,13 @@ class Stream:
             elif isinstance(event, frames.Ended):
                 yield event
                 return
+
+    def finish(self) -> None:
+        """Let the request end as if a stop string had come, if the engine can. Its last events
+        follow, with the tokens that it has generated meanwhile.
+        """
+        if self._finish and not self._is_over:
+            self._finish(self.id)
 
     def close(self) -> None:
         if not self._is_over:

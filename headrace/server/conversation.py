@@ -23,6 +23,7 @@ from headrace.server.output_parsers.parser import OutputParser
 from headrace.server.output_parsers.reasoning_formats import ReasoningState
 from headrace.server.output_parsers.tool_grammar import answer_envelope, tool_grammar
 from headrace.server.output_parsers.tools import Tool, ToolChoice, read_tool_choice, read_tools
+from headrace.server.repeated_calls import RepeatedCalls
 from headrace.server.response_format import errors_name
 from headrace.server.state import NO_TRUNCATION, ServerState, Truncation
 from headrace.structured_outputs import StructuredOutputs
@@ -76,6 +77,8 @@ class Generation:
     prompt_token_ids: list[int]
     prompt_logprobs: list[Logprobs | None] | None = None
     """Set when the generation ends."""
+    repeated_calls: list[RepeatedCalls] | None = None
+    """Of each output, if the request demands calls and allows several."""
     include_reasoning: bool = True
     stream_interval: int | None = None
     timing: dict[str, float] = field(default_factory=dict)
@@ -84,7 +87,7 @@ class Generation:
     async def chunks(self) -> AsyncIterator[OutputChunk]:
         """Yield each step's output. Raises the error that ended the generation."""
         interval = StreamInterval(self.stream_interval)
-        async for event in self.stream:
+        async for event in self._outputs():
             if isinstance(event, frames.Ended):
                 self.timer.end(event)
                 self.usage.cached, self.timing = event.cached_tokens, self.timer.timing
@@ -112,6 +115,23 @@ class Generation:
                 finish_reason=reason,
                 stop_reason=item.stop_reason,
             )
+
+    async def _outputs(self) -> AsyncIterator[frames.StepOutput | frames.Ended]:
+        """Yield the events of the stream, without those after a repeated call."""
+        cutters = self.repeated_calls
+        ended: set[int] = set()
+        async for event in self.stream:
+            if cutters is None or isinstance(event, frames.Ended):
+                yield event
+                continue
+            if event.index in ended:
+                continue
+            output = cutters[event.index].cut(event)
+            if output.finish_reason:
+                ended.add(event.index)
+            if output is not event and len(ended) == self.n:
+                self.stream.finish()
+            yield output
 
 
 @asynccontextmanager
@@ -146,27 +166,57 @@ async def generate(
             params = replace(params, structured_outputs=restricted)
         options = replace(conversation.options, adapter=adapter)
         async with state.submit(http, [prompt], params, options) as (stream,):
-            end_tokens = () if params.skip_special_tokens else state.end_tokens
+            parsers = _Parsers(
+                state=state,
+                params=params,
+                choice=choice,
+                tools=callable_tools,
+                parallel=conversation.parallel_tool_calls,
+                reasoning=reasoning,
+            )
             yield Generation(
                 model=adapter or state.settings.model_name,
                 n=params.n,
                 usage=Usage(len(prompt)),
                 stream=stream,
-                parsers=[
-                    output_format.parser(
-                        in_reasoning=reasoning == "begun",
-                        tools=callable_tools,
-                        end_tokens=end_tokens,
-                        parallel=conversation.parallel_tool_calls,
-                        demanded=choice.demanded(callable_tools),
-                    )
-                    for _ in range(params.n)
-                ],
+                parsers=[parsers.parser() for _ in range(params.n)],
+                repeated_calls=parsers.repeated_calls(),
                 timer=RequestTimer(state.metrics),
                 prompt_token_ids=prompt,
                 include_reasoning=conversation.include_reasoning,
                 stream_interval=conversation.stream_interval,
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parsers:
+    """Makes what reads the outputs of one request."""
+
+    state: ServerState
+    params: SamplingParams
+    choice: ToolChoice
+    tools: Sequence[Tool]
+    parallel: bool
+    reasoning: ReasoningState
+
+    def parser(self) -> OutputParser:
+        skips = self.params.skip_special_tokens
+        return self.state.output_format.parser(
+            in_reasoning=self.reasoning == "begun",
+            tools=self.tools,
+            end_tokens=() if skips else self.state.end_tokens,
+            parallel=self.parallel,
+            demanded=self.choice.demanded(self.tools),
+        )
+
+    def repeated_calls(self) -> list[RepeatedCalls] | None:
+        if not self.parallel or not self.choice.demanded(self.tools):
+            return None
+        skips, tokenizer = self.params.skip_special_tokens, self.state.tokenizer
+        return [
+            RepeatedCalls(self.parser(), tokenizer.decoder(skips, continues=True))
+            for _ in range(self.params.n)
+        ]
 
 
 async def count_prompt_tokens(

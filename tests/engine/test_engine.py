@@ -193,6 +193,27 @@ class TestAbort:
         assert result.outputs[0].token_ids == plain_decoding([1, 2, 3], GREEDY, 0)[3:6]
 
 
+def test_finish_ends_a_request_as_a_stop_string_does() -> None:
+    """The updates before the end and the last ones have each token once."""
+    for steps in range(14):
+        engine = toy_engine(num_blocks=7, block_size=4, max_num_batched_tokens=9)
+        params = SamplingParams(n=2, seed=3, max_tokens=12)
+        ids = [engine.add_request([i, 2, 3, 4, 5, 6, 7], params) for i in range(3)]
+        updates = [update for _ in range(steps) for update in engine.step()]
+        updates += engine.finish(ids[1])
+        assert engine.finish(ids[1]) == []
+        mine = [update for update in updates if update.request_id == ids[1]]
+        result = mine[-1].result
+        assert result is not None and sum(update.result is not None for update in mine) == 1
+        for index, output in enumerate(result.outputs):
+            tokens = [t for update in mine if update.index == index for t in update.token_ids]
+            assert tokens == output.token_ids and output.finish_reason in ("stop", "length")
+        engine.abort(ids[0])
+        engine.abort(ids[2])
+        assert not engine.has_work
+        serves(engine)
+
+
 def test_updates_name_their_request() -> None:
     engine = toy_engine()
     ids = [

@@ -28,6 +28,7 @@ COMMANDS: list[frames.Command] = [
     ),
     frames.Add(id="8", prompt_token_ids=[0], pooling=PoolingParams(pooling="mean", normalise=True)),
     frames.Abort("7"),
+    frames.Finish("7"),
     frames.LoadAdapter("9", "name", "/path"),
     frames.UnloadAdapter("10", "name"),
 ]

@@ -12,7 +12,7 @@ from headrace.prompts import PromptReader
 from headrace.server.anthropic_content import AnthropicChat
 from headrace.server.anthropic_records import MessagesRequest
 from headrace.server.responses_input import custom_input
-from tests.server.running import Reply, Running
+from tests.server.running import Reply, Running, until
 from tests.server.scripted_model import ScriptedModel
 from tests.server.test_messages_and_responses import named
 from tests.server.test_tool_calls import TOOLS, tools, tools_model  # noqa: F401 - fixtures
@@ -185,7 +185,8 @@ ITEMS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("kind", ITEMS)
 def test_earlier_items_of_all_kinds_are_read(tools: Running, kind: str) -> None:  # noqa: F811
-    response = respond(tools, input=ITEMS[kind], tools=ALL_TOOLS, max_output_tokens=2)
+    limits = {"max_output_tokens": 2, "ignore_eos": True}
+    response = respond(tools, input=ITEMS[kind], tools=ALL_TOOLS, **limits)
     assert response["usage"]["output_tokens"] == 2
 
 
@@ -433,6 +434,8 @@ def test_a_changing_line_keeps_the_cached_prefix(server: Running) -> None:
 
 
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+CLOCK = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+REPEATED = "\n".join([WEATHER, CLOCK, WEATHER, CLOCK])
 AFTER_TEXT = f"Well.\n{WEATHER}\n{WEATHER}\n{WEATHER}"
 
 
@@ -440,7 +443,7 @@ AFTER_TEXT = f"Well.\n{WEATHER}\n{WEATHER}\n{WEATHER}"
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, ScriptedModel]]:
     path: Path = tmp_path_factory.mktemp("agents") / "scripted.gguf"
     template = "{{ messages[-1].content }}{# <tool_call> #}"
-    model = ScriptedModel(path, [AFTER_TEXT], template=template)
+    model = ScriptedModel(path, [AFTER_TEXT, REPEATED], template=template)
     running = Running(str(path), "--threads", "1", "--kv-blocks", "64")
     yield running, model
     assert running.stop() == 0
@@ -476,6 +479,67 @@ def test_one_call_without_parallel_calls(
     assert message.body.count(b'"type":"tool_use"') == 1 and b'"stop_reason":"tool_use"' in (
         message.body
     ), message.body
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_repeated_call_ends_a_demanded_output(
+    scripted: tuple[Running, ScriptedModel], stream: bool, n: int
+) -> None:
+    """Its tokens end with the repeat, in whichever steps they came."""
+    running, model = scripted
+    second = f"{CLOCK}\n{WEATHER}"
+    content = "x" * model.starts[1]
+    limits = {"temperature": 0, "stream": stream}
+    length = model.lengths[1]
+    names = ("weather", "clock")
+    schema = {"type": "object"}
+    body = {
+        **limits,
+        "max_tokens": length,
+        "messages": [USER | {"content": content}],
+        "tools": [
+            {"type": "function", "function": {"name": name, "parameters": schema}} for name in names
+        ],
+        "tool_choice": "required",
+        "n": n,
+        "return_token_ids": True,
+        "stop": ["}}!"],
+    }
+    chat = running.post("/v1/chat/completions", body)
+    for index in range(n):
+        calls, reason = _calls_and_reason(chat, stream, index)
+        assert (calls, reason) == (['{"city": "Bern"}', "{}"], "tool_calls")
+    if not stream:
+        kept = len(f"{WEATHER}\n{second}") - len("}\n</tool_call>")
+        assert [len(choice["token_ids"]) for choice in chat.json["choices"]] == [kept] * n
+        assert chat.json["usage"]["completion_tokens"] == kept * n
+    until(running.at_rest)
+    message = running.post(
+        "/v1/messages",
+        {
+            **limits,
+            "max_tokens": length,
+            "messages": body["messages"],
+            "tools": [{"name": name, "input_schema": schema} for name in names],
+            "tool_choice": {"type": "any"},
+        },
+    )
+    assert message.body.count(b'"type":"tool_use"') == 2, message.body
+    assert b'"stop_reason":"tool_use"' in message.body
+    items = running.post(
+        "/v1/responses",
+        {
+            **limits,
+            "input": content,
+            "max_output_tokens": length,
+            "tools": [FUNCTION | {"name": name, "parameters": schema} for name in names],
+            "tool_choice": "required",
+        },
+    )
+    last = named(items)[-1][1]["response"] if stream else items.json
+    assert [item["name"] for item in last["output"]] == list(names), last
+    assert last["status"] == "completed"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -549,14 +613,15 @@ def test_tools_that_the_server_turned_off(model: str) -> None:
     assert refused.json["error"]["param"] == "tools"
 
 
-def _calls_and_reason(reply: Reply, stream: bool) -> tuple[list[str], str]:
+def _calls_and_reason(reply: Reply, stream: bool, index: int = 0) -> tuple[list[str], str]:
     """Return the arguments of each call, and the finish reason."""
     assert reply.status == 200, reply.body
     if not stream:
-        (choice,) = reply.json["choices"]
+        choice = reply.json["choices"][index]
         calls = [call["function"]["arguments"] for call in choice["message"]["tool_calls"]]
         return calls, choice["finish_reason"]
     choices = [event["choices"][0] for event in reply.events[:-1]]
+    choices = [choice for choice in choices if choice["index"] == index]
     found: dict[int, str] = {}
     for choice in choices:
         for call in choice["delta"].get("tool_calls", []):

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import dataclass
 from secrets import token_hex
 
 from headrace.server.output_parsers.deltas import (
@@ -16,16 +17,39 @@ def random_id() -> str:
     return f"call_{token_hex(12)}"
 
 
+@dataclass
+class _Call:
+    name: str
+    arguments: str = ""
+
+    def may_become(self, other: "_Call") -> bool:
+        return self.name == other.name and other.arguments.startswith(self.arguments)
+
+
 class DeltaWriter:
     """Collects deltas; drops white space next to a marker."""
 
     def __init__(
-        self, new_id: Callable[[], str], holds_space: bool, max_calls: int | None = None
+        self,
+        new_id: Callable[[], str],
+        holds_space: bool,
+        max_calls: int | None = None,
+        ends_at_repeat: bool = False,
     ) -> None:
+        """With `ends_at_repeat`, a call that equals an earlier one and all later text are dropped.
+
+        The start of a call is held as long as the call may become such a repeat.
+        """
         self._new_id = new_id
         self._max_calls = max_calls
         self.is_dropping = False
-        """Whether a call above `max_calls` has begun."""
+        """Whether a call above `max_calls` has begun, or a call has been repeated."""
+        self.has_repeated = False
+        """Whether a call has been repeated."""
+        self._ends_at_repeat = ends_at_repeat
+        self._calls: list[_Call] = []
+        self._held_call: list[Delta] | None = None
+        """Deltas of the last call, while it may become a repeat."""
         self._holds_space = holds_space
         self._deltas: list[Delta] = []
         self._num_calls = 0
@@ -48,17 +72,43 @@ class DeltaWriter:
 
     def start_call(self, name: str, call_id: str = "") -> None:
         self.boundary()
+        self._release_call()
         if self._num_calls == self._max_calls:
             self.is_dropping = True
+        if self.is_dropping:
             return
-        self._deltas.append(ToolCallStart(self._num_calls, call_id or self._new_id(), name))
+        start = ToolCallStart(self._num_calls, call_id or self._new_id(), name)
         self._num_calls += 1
+        if self._ends_at_repeat:
+            self._calls.append(_Call(name))
+            self._held_call = []
+        self._append_to_call(start)
 
     def arguments(self, text: str) -> None:
-        if text and not self.is_dropping:
-            self._deltas.append(ToolCallArguments(self._num_calls - 1, text))
+        if not text or self.is_dropping:
+            return
+        if self._ends_at_repeat:
+            self._calls[-1].arguments += text
+        self._append_to_call(ToolCallArguments(self._num_calls - 1, text))
+
+    def _append_to_call(self, delta: Delta) -> None:
+        if self._held_call is None:
+            self._deltas.append(delta)
+            return
+        self._held_call.append(delta)
+        *earlier, call = self._calls
+        if call in earlier and call.arguments:
+            self.is_dropping = self.has_repeated = True
+            self._held_call = None
+        elif not any(call.may_become(other) for other in earlier):
+            self._release_call()
+
+    def _release_call(self) -> None:
+        self._deltas += self._held_call or ()
+        self._held_call = None
 
     def finish(self) -> None:
+        self._release_call()
         if self._held_space:
             self._deltas.append(self._held_kind("".join(self._held_space)))
             self._held_space.clear()

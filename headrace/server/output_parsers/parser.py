@@ -127,7 +127,8 @@ class OutputParser:
         """With `in_reasoning`, the prompt ends within reasoning.
 
         Without `parallel`, only the first call is written. If calls are `demanded`, the output has
-        no content, and the start of a call to the only demanded tool becomes a call.
+        no content, the start of a call to the only demanded tool becomes a call, and the first
+        call that repeats an earlier one ends the output.
         """
         self._demanded = tuple(demanded)
         self._has_call = self._has_cut_call = False
@@ -135,6 +136,7 @@ class OutputParser:
             tool_call_format.new_id if tool_call_format else random_id,
             holds_space=tool_call_format is not None,
             max_calls=None if parallel else 1,
+            ends_at_repeat=bool(demanded) and parallel,
         )
         self._end_tokens = EndTokenFilter(tuple(end_tokens))
 
@@ -152,6 +154,11 @@ class OutputParser:
     @property
     def has_dropped_calls(self) -> bool:
         return self._writer.is_dropping
+
+    @property
+    def has_repeated(self) -> bool:
+        """Whether a demanded call equals an earlier one, so that no later text counts."""
+        return self._writer.has_repeated
 
     def push(self, text: str) -> list[Delta]:
         self._push(self._end_tokens.push(text))

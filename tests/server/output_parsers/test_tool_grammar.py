@@ -1,6 +1,7 @@
 """Grammars of tool calls: llguidance compiles them, and they accept only the formats' text."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any, ClassVar
@@ -138,6 +139,41 @@ class TestEveryFormat:
             assert all(item[:2] == ("call", WEATHER.name) for item in found)
             starts += len(found)
         assert starts > len(EXAMPLES[format_]) / 3
+
+    @pytest.mark.parametrize("format_", sorted(TOOL_CALL_FORMATS.keys() - {"harmony"}))
+    def test_a_repeated_call_ends_a_demanded_output(self, format_: str) -> None:
+        demanded = REQUIRED.demanded(TOOLS)
+        separator = "; " if format_ == "llama3_json" else "\n"
+        thrice = separator.join([EXAMPLES[format_]] * 3)
+        for chunks in ([thrice], list(thrice)):
+            output_parser = style(format_).parser(tools=TOOLS, demanded=demanded)
+            assert summary(deltas(output_parser, chunks)) == TWO
+        if format_ != "pythonic":  # which has one list of calls
+            assert output_parser.has_repeated
+            assert summary(deltas(style(format_).parser(tools=TOOLS), [thrice]))[2:] != []
+
+    @pytest.mark.parametrize(
+        ("calls", "expected"),
+        [
+            (["f1", "f1"], ["f1"]),
+            (["f1", "g1", "f1", "g2"], ["f1", "g1"]),
+            (["f1", "f12", "f1"], ["f1", "f12"]),
+            (["f12", "f1", "f12"], ["f12", "f1"]),
+            (["f", "f"], ["f"]),
+            (["f1", "f"], ["f1", "f"]),
+        ],
+    )
+    def test_only_equal_calls_are_repeats(self, calls: list[str], expected: list[str]) -> None:
+        def written(call: str) -> str:
+            arguments = {"n": int(call[1:])} if call[1:] else {}
+            body = json.dumps({"name": call[0], "arguments": arguments})
+            return f"<tool_call>\n{body}\n</tool_call>"
+
+        tools = [Tool("f"), Tool("g")]
+        text = "\n".join(map(written, calls))
+        output_parser = style("hermes").parser(tools=tools, demanded=["f", "g"])
+        found = summary(deltas(output_parser, list(text)))
+        assert [name + re.sub("[^0-9]", "", text) for _, name, text in found] == expected
 
     @pytest.mark.parametrize("format_", TOOL_CALL_FORMATS)
     def test_grammar_accepts_every_prefix(self, format_: str) -> None:
