@@ -34,7 +34,7 @@ from headrace.backend.cuda.workspace import Buffers, Workspace
 from headrace.backend.variants import sequences_of
 from headrace.batch import Ints, RaggedBatch, StepTimes, part_of
 from headrace.config import KvConfig
-from headrace.logit_ops import LogitOp, LogitOpResult, StepResult
+from headrace.logit_ops import LogitOp, LogitOpResult, Pool, StepResult
 from headrace.program import moe, ops
 from headrace.program.adapter import (
     Adapter,
@@ -133,6 +133,7 @@ class CudaExecutable:
         # changes of adapters
         self._bound = (0, 0)
         self._in_flight: deque[CudaTicket] = deque()
+        self._num_launches = 0
         self._slots = Slots(self._in_flight)
         experts = [op for op in program.ops if isinstance(op, moe.Experts)]
         self._loads = {
@@ -159,14 +160,14 @@ class CudaExecutable:
         logits: bool = False,
         hidden: bool = False,
     ) -> CudaTicket:
-        # A launch that needs host results waits for the launches before it.
-        needs_host = batch.token_source is not None and any(
-            ticket.runs_on_host for ticket in self._in_flight
-        )
+        # A launch whose tokens the host samples in the last launch waits for them.
+        last = self._in_flight[-1] if self._in_flight else None
+        needs_host = batch.token_source is not None and last is not None and last.samples_on_host
         repeated = self._sampler.repeat(ops)
-        if self._in_flight and (needs_host or (not repeated and self._sampler.must_wait(ops))):
-            self._in_flight[-1].wait()
+        if last and (needs_host or (not repeated and self._sampler.must_wait(ops))):
+            last.wait()
         self._stream.catch_up()
+        self._num_launches += 1
 
         sampling = repeated or self._sampler.begin(ops)
         slot = None
@@ -407,6 +408,7 @@ class CudaExecutable:
                 self._stream.copy(host.tensor, plan.value(value)[:count])
                 rows[name] = host.array
         mark = self._stream.mark()
+        number = self._num_launches
 
         def read() -> StepResult:
             # The next launch may reuse the slot at once: it comes after this read.
@@ -421,12 +423,16 @@ class CudaExecutable:
                 )
                 for i, result in zip(host_indices, host_results, strict=True):
                     op_results[i] = result
-                self._sampler.set_last_tokens(host_indices, host_results)
+                # The last tokens on the device belong to the last launch. A launch that came
+                # before this read has written its own.
+                if number == self._num_launches:
+                    self._sampler.set_last_tokens(host_indices, host_results)
             return StepResult(
                 op_results, rows.get("logits") if logits else None, rows.get("hidden")
             )
 
-        return CudaTicket(mark, read, self._in_flight, runs_on_host=bool(host_ops))
+        samples_on_host = any(not isinstance(op, Pool) for op in host_ops)
+        return CudaTicket(mark, read, self._in_flight, samples_on_host)
 
     @within_memory
     def profile(self, batch: RaggedBatch) -> StepTimes:

@@ -92,11 +92,11 @@ class CudaTicket:
         mark: Mark,
         read: Callable[[], StepResult],
         in_flight: "deque[CudaTicket]",
-        runs_on_host: bool,
+        samples_on_host: bool,
     ) -> None:
         self._mark, self._read, self._in_flight = mark, read, in_flight
         self._result: StepResult | None = None
-        self.runs_on_host = runs_on_host  # Whether the host runs some of the ops
+        self.samples_on_host = samples_on_host  # Whether the host samples some of the tokens
         in_flight.append(self)
 
     @property

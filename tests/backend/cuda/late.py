@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from random import Random
 
 import torch
 
@@ -13,7 +14,8 @@ class LateStream(HostStream):
     """Runs work as late as possible, and overwrites source memory after a copy.
 
     An overlapped copy runs when other work waits for it, or, if `is_early`, once its
-    marks are reached.
+    marks are reached. With a `speed` above 0 the device runs ahead at random moments: with 1 it
+    runs all work at once.
     """
 
     has_graphs = True
@@ -31,6 +33,8 @@ class LateStream(HostStream):
         """Overlapped copies that did not run at once."""
         self.captured = 0
         self.replayed = 0
+        self.speed = 0.0
+        self.random = Random(0)
 
     def run(self, launches: Sequence[Launch]) -> None:
         self._give(lambda: super(LateStream, self).run(launches))
@@ -95,6 +99,9 @@ class LateStream(HostStream):
     def _give(self, work: Callable[[], None]) -> None:
         self._given += 1
         self._waiting.append((self._given, work))
+        if self.random.random() < self.speed:
+            first = self._done + 1 if self.speed < 1 else self._given
+            self.run_until(self.random.randint(first, self._given))
 
     def _copy_early(self) -> None:
         """Run the overlapped copies that are ready, and the copies that become ready."""
