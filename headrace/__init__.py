@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from headrace.measure.profile import profile
     from headrace.measure.selftest import selftest
     from headrace.outputs import CompletionOutput, Logprob, RequestOutput
-    from headrace.sampling_params import SamplingParams, ThinkingBudget
+    from headrace.sampling_params import ReasoningMarkers, SamplingParams, ThinkingBudget
     from headrace.structured_outputs import StructuredOutputs
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
+    "ReasoningMarkers",
     "ThinkingBudget",
     "__version__",
     "bench_latency",
@@ -41,6 +42,7 @@ _MODULES = {
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
     "StructuredOutputs": "structured_outputs",
+    "ReasoningMarkers": "sampling_params",
     "ThinkingBudget": "sampling_params",
     "bench_latency": "measure.bench",
     "bench_throughput": "measure.bench",

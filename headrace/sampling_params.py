@@ -88,6 +88,34 @@ class ThinkingBudget:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReasoningMarkers:
+    """Texts around the reasoning that may precede an answer.
+
+    The reasoning begins before the output (`has_begun`), or at its start, with `begin`. White space
+    and `opener` may stand between `end` and the answer. Raises RequestError, which names the field,
+    for an invalid value.
+    """
+
+    begin: str = "<think>"
+    end: str = "</think>"
+    opener: str = ""
+    has_begun: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("begin", 1), ("end", 1), ("opener", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not least <= len(value) <= MAX_STOP_CHARACTERS:
+                raise RequestError(
+                    f"stop_after.{name} must be text of {least} to {MAX_STOP_CHARACTERS:,} "
+                    f"characters, not {reprlib.repr(value)}"
+                )
+        if not isinstance(self.has_begun, bool):
+            raise RequestError(
+                f"stop_after.has_begun must be true or false, not {reprlib.repr(self.has_begun)}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one request.
 
@@ -174,6 +202,10 @@ class SamplingParams:
         default=None, metadata={"is_openai_field": False}
     )
     """Limit of the reasoning that precedes the answer; None: no limit."""
+    stop_after: ReasoningMarkers | None = field(default=None, metadata={"is_openai_field": False})
+    """Reasoning in which no stop string ends the output; None: stop strings hold everywhere. Its
+    markers must be visible: set `skip_special_tokens` to False if they are control tokens.
+    """
     beam_width: int | None = _param(
         None,
         (1, MAX_SEQUENCES),
@@ -260,6 +292,10 @@ class SamplingParams:
         if not isinstance(self.thinking_budget, ThinkingBudget | None):
             raise RequestError(
                 f"thinking_budget must be ThinkingBudget, not {type(self.thinking_budget).__name__}"
+            )
+        if not isinstance(self.stop_after, ReasoningMarkers | None):
+            raise RequestError(
+                f"stop_after must be ReasoningMarkers, not {type(self.stop_after).__name__}"
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from headrace.errors import RequestError
-from headrace.sampling_params import SamplingParams
+from headrace.sampling_params import ReasoningMarkers, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,7 @@ from headrace.sampling_params import SamplingParams
         ({"beam_width": 2, "min_p": 0.1}, "min_p must be 0 in a beam search"),
         ({"length_penalty": float("nan")}, "length_penalty must be a number from -10 to 10"),
         ({"early_stopping": "never"}, "early_stopping must be true or false"),
+        ({"stop_after": "</think>"}, "stop_after must be ReasoningMarkers, not str"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"min_tokens": -1}, "min_tokens"),
         ({"min_tokens": 17}, "min_tokens 17 is greater than max_tokens 16"),
@@ -109,3 +110,17 @@ def test_replaced_sampling_params_are_checked() -> None:
     assert replace(params, n=2).stop == ["a"]
     with pytest.raises(RequestError):
         replace(params, n=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"begin": ""}, "stop_after.begin must be text of 1 to 1,024 characters, not ''"),
+        ({"end": 5}, "stop_after.end must be text"),
+        ({"opener": "x" * 1025}, "stop_after.opener must be text of 0 to 1,024"),
+        ({"has_begun": 1}, "stop_after.has_begun must be true or false, not 1"),
+    ],
+)
+def test_wrong_markers_of_reasoning_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        ReasoningMarkers(**options)

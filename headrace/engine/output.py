@@ -6,7 +6,7 @@ from typing import Protocol, Self
 
 from headrace.batch import TokenLogprobs
 from headrace.constraint import Constraint
-from headrace.engine.stops import StopFinder, StopPattern
+from headrace.engine.stops import AnswerFinder, StopFinder, StopPattern
 from headrace.outputs import CompletionOutput, FinishReason, Logprob, Logprobs
 from headrace.sampling_params import SamplingParams
 
@@ -64,6 +64,10 @@ class Output:
         self._max_tokens = max_tokens
         self._decoder = tokenizer.decoder(params.skip_special_tokens, continues=True)
         self._finder = StopFinder(patterns)
+        self._answer: AnswerFinder | None = None
+        """Set if stop strings hold only in the answer."""
+        if params.stop and params.stop_after:
+            self._answer = AnswerFinder(params.stop_after)
 
         # `take` splits the text into pieces that were taken, and new text after them.
         self._taken: list[str] = []
@@ -79,6 +83,7 @@ class Output:
         clone._taken = self._taken[:]
         clone._decoder = self._decoder.clone()
         clone._finder = self._finder.clone()
+        clone._answer = copy(self._answer)
         clone.constraint = self.constraint and self.constraint.clone()
         return clone
 
@@ -124,6 +129,8 @@ class Output:
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End the output, and flush an incomplete character."""
+        if self._answer:
+            self._new += self._answer.flush()
         self._new += self._decoder.flush()
         self.finish_reason, self.stop_reason = reason, stop_reason
 
@@ -162,6 +169,11 @@ class Output:
         """Append the text of a token, and return the stop string that it completes."""
         is_hidden = self._finder.sees_hidden and token in self._tokenizer.special_ids
         piece = _text(self._tokenizer, token) if is_hidden else self._decoder.push(token)
+        if self._answer:
+            if is_hidden and not self._answer.has_begun:
+                return None
+            before, piece = ("", piece) if is_hidden else self._answer.push(piece)
+            self._new += before
         stop = self._finder.push(piece, can_stop, is_hidden)
         if stop is None:
             self._new += "" if is_hidden else piece

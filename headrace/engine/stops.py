@@ -6,7 +6,11 @@ control token see them.
 
 from collections.abc import Iterable
 from copy import copy
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+from headrace.sampling_params import ReasoningMarkers
+
+_Stage = Literal["start", "reasoning", "gap", "answer"]
 
 
 class StopPattern:
@@ -31,6 +35,77 @@ class StopPattern:
     def border(self) -> int:
         """Length of the longest proper prefix that is also a suffix."""
         return self._fallback[-1]
+
+
+class AnswerFinder:
+    """Finds the answer after the reasoning, in whichever pieces the text arrives."""
+
+    def __init__(self, markers: ReasoningMarkers) -> None:
+        self._markers = markers
+        self._opener = markers.opener
+        self._stage: _Stage = "reasoning" if markers.has_begun else "start"
+        self._held = ""
+        """The last text, which may become a marker."""
+
+    @property
+    def has_begun(self) -> bool:
+        return self._stage == "answer"
+
+    def push(self, piece: str) -> tuple[str, str]:
+        """Append text; returns the new text before the answer, and the new text of the answer."""
+        if self._stage == "answer":
+            return "", piece
+        text, self._held = self._held + piece, ""
+        position = 0
+        if self._stage == "start":
+            begin, position = self._markers.begin, _without_space(text, 0)
+            if not text.startswith(begin, position):
+                if begin.startswith(text[position:]):
+                    self._held = text
+                    return "", ""
+                self._stage = "answer"
+                return "", text
+            position += len(begin)
+            self._stage = "reasoning"
+
+        if self._stage == "reasoning":
+            end = self._markers.end
+            found = text.find(end, position)
+            if found < 0:
+                return self._hold(text, len(text) - _num_begun(text[position:], end))
+            position = found + len(end)
+            self._stage = "gap"
+
+        position = _without_space(text, position)
+        if self._opener:
+            if not text.startswith(self._opener, position):
+                if self._opener.startswith(text[position:]):
+                    return self._hold(text, position)
+            else:
+                position = _without_space(text, position + len(self._opener))
+            self._opener = ""
+        if position < len(text):
+            self._stage = "answer"
+        return text[:position], text[position:]
+
+    def flush(self) -> str:
+        """Return the text that was held; it becomes no marker."""
+        held, self._held = self._held, ""
+        return held
+
+    def _hold(self, text: str, start: int) -> tuple[str, str]:
+        self._held = text[start:]
+        return text[:start], ""
+
+
+def _without_space(text: str, position: int) -> int:
+    return len(text) - len(text[position:].lstrip())
+
+
+def _num_begun(text: str, marker: str) -> int:
+    """Count the last characters that may begin the marker."""
+    most = min(len(marker) - 1, len(text))
+    return next((n for n in range(most, 0, -1) if text.endswith(marker[:n])), 0)
 
 
 class Stop(NamedTuple):

@@ -164,6 +164,9 @@ async def generate(
             envelope = answer_envelope(output_format, reasoning, state.control_tokens)
             restricted = replace(params.structured_outputs, envelope=envelope)
             params = replace(params, structured_outputs=restricted)
+        if params.stop:
+            markers = output_format.reasoning_markers(has_begun=reasoning == "begun")
+            params = replace(params, stop_after=markers)
         options = replace(conversation.options, adapter=adapter)
         async with state.submit(http, [prompt], params, options) as (stream,):
             parsers = _Parsers(

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from headrace.batch import TokenLogprobs
 from headrace.engine.output import Output, stop_patterns
-from headrace.engine.stops import StopFinder, StopPattern
+from headrace.engine.stops import AnswerFinder, StopFinder, StopPattern
 from headrace.outputs import Logprob
-from headrace.sampling_params import SamplingParams
+from headrace.sampling_params import ReasoningMarkers, SamplingParams
 from tests.tiny import TinyVocabulary
 
 VOCABULARY = TinyVocabulary(60, eos_ids=(5,))
@@ -320,3 +320,29 @@ def test_special_tokens_in_the_text(skip: bool) -> None:
     assert asked == [(skip, True)] and out.text == (
         "ab" if skip else f"a{VOCABULARY.pieces[EOS].decode()}b"
     )
+
+
+@pytest.mark.parametrize(
+    ("markers", "text", "before", "answer"),
+    [
+        ({}, "<think>a</think>\n\nAns", "<think>a</think>\n\n", "Ans"),
+        ({}, " <think>a</think>", " <think>a</think>", ""),
+        ({}, "  <b> </think>", "", "  <b> </think>"),
+        ({}, "<thin", "<thin", ""),  # it ends before it is clear
+        ({"has_begun": True}, "a</thi </think> <x>", "a</thi </think> ", "<x>"),
+        ({"has_begun": True}, "a</think", "a</think", ""),
+        ({"has_begun": True, "opener": "<r>"}, "a</think> <r>\n b<r>", "a</think> <r>\n ", "b<r>"),
+        ({"has_begun": True, "opener": "<r>"}, "a</think> <s>", "a</think> ", "<s>"),
+        ({"has_begun": True, "opener": "<r>"}, "a</think> <", "a</think> <", ""),
+        ({"has_begun": True, "end": "aab"}, "aaab b", "aaab ", "b"),
+    ],
+)
+def test_answer_after_the_reasoning(
+    markers: dict[str, Any], text: str, before: str, answer: str
+) -> None:
+    for size in range(1, len(text) + 1):
+        finder = AnswerFinder(ReasoningMarkers(**markers))
+        pieces = [finder.push(text[i : i + size]) for i in range(0, len(text), size)]
+        found = "".join(piece[0] for piece in pieces) + finder.flush()
+        assert (found, "".join(piece[1] for piece in pieces)) == (before, answer)
+        assert finder.has_begun == bool(answer)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from headrace.constraint import mask_words
+from headrace.engine.stops import AnswerFinder
 from headrace.grammar.grammars import Grammars
 from headrace.server.output_parsers.parser import OutputFormat
 from headrace.server.output_parsers.reasoning_formats import REASONING_FORMATS
@@ -152,6 +153,52 @@ def test_a_continued_message_within_reasoning(thinking: Thinking) -> None:
     }
     message = thinking.post("/v1/chat/completions", body | CHAT[0]).json["choices"][0]["message"]
     assert message["reasoning"].endswith("it {1}? No.") and message["content"] == ANSWER
+
+
+STOPS: list[tuple[int, str, str | None, str | None]] = [
+    (BEGUN, "{1}", EXPECTED[BEGUN][0], ANSWER),  # it is in the reasoning alone
+    (BEGUN, "{", EXPECTED[BEGUN][0], None),
+    (BEGUN, " ", EXPECTED[BEGUN][0], '{"n":'),
+    (BEGUN, "\n", EXPECTED[BEGUN][0], ANSWER),  # white space before the answer
+    (BEGUN, "</think>", EXPECTED[BEGUN][0], ANSWER),
+    (POSSIBLE, "H", "Hm.", ANSWER),
+    (POSSIBLE, "3", "Hm.", '{"n": '),
+    (WRONG, "t", "Hm.", "I"),
+    (CLOSED, "Hm", "Hm.", ANSWER),  # the model begins it again
+]
+
+
+@pytest.mark.parametrize("thinks", [*REASONING_FORMATS, "harmony"])
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_markers_before_the_answer(thinks: str, has_begun: bool) -> None:
+    is_harmony = thinks == "harmony"
+    output_format = style("harmony" if is_harmony else "hermes", None if is_harmony else thinks)
+    markers = output_format.reasoning_markers(has_begun)
+    assert markers is not None
+    before = f"{'' if has_begun else markers.begin}Hm.{markers.end}\n{markers.opener}"
+    found = [AnswerFinder(markers).push(f"{before}{text}") for text in ("yes", "")]
+    assert found == [(before, "yes"), (before, "")]
+
+
+@pytest.mark.parametrize(("which", "stop", "reasoning", "content"), STOPS)
+def test_stop_texts_hold_in_the_answer_alone(
+    thinking: Thinking, which: int, stop: str, reasoning: str | None, content: str | None
+) -> None:
+    assert thinking.chat(which, stop=[stop]) == (reasoning, content, "stop")
+    kept = f"{content or ''}{stop}" if content != ANSWER else content
+    included = thinking.chat(which, stop=[stop], include_stop_str_in_output=True)
+    assert included == (reasoning, kept, "stop")
+    message, limit = thinking.message(which), 60
+    for stream in (False, True):
+        body: dict[str, Any] = {"messages": [message], "max_tokens": limit, "stream": stream}
+        reply = thinking.post("/v1/messages", body | {"stop_sequences": [stop]})
+        reason = "end_turn" if content == ANSWER else "stop_sequence"
+        assert f'"stop_reason":"{reason}"'.encode() in reply.body
+        body = {"input": [message], "max_output_tokens": limit, "stream": stream, "stop": [stop]}
+        reply = thinking.post("/v1/responses", body)
+        response = named(reply)[-1][1]["response"] if stream else reply.json
+        texts = {item["type"]: item["content"][0]["text"] for item in response["output"]}
+        assert (texts["reasoning"], texts.get("message")) == (reasoning, content)
 
 
 @pytest.mark.parametrize("which", [BEGUN, POSSIBLE])

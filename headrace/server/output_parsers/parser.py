@@ -2,7 +2,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from headrace.sampling_params import ThinkingBudget
+from headrace.sampling_params import ReasoningMarkers, ThinkingBudget
 from headrace.server.output_parsers.delta_writer import DeltaWriter, random_id
 from headrace.server.output_parsers.deltas import Content, Delta, ToolCallStart
 from headrace.server.output_parsers.end_tokens import EndTokenFilter
@@ -72,6 +72,17 @@ class OutputFormat:
         else:
             return None
         return ThinkingBudget(max_tokens=max_tokens, begin=begin, end=end)
+
+    def reasoning_markers(self, has_begun: bool) -> ReasoningMarkers | None:
+        """Return the markers of the reasoning that the parser separates; None if it does not."""
+        calls, reasoning = self.tool_call_format, self.reasoning_format
+        if reasoning:
+            begin, end, opener = reasoning.begin, reasoning.end, reasoning.rest_begin
+        elif calls and calls.reasoning:
+            (begin, end), opener = calls.reasoning, calls.answer_opener
+        else:
+            return None
+        return ReasoningMarkers(begin=begin, end=end, opener=opener, has_begun=has_begun)
 
     def reasoning_state(
         self, prompt: str, *, may_reason: bool = True, continued: str = ""

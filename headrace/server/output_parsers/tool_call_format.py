@@ -39,6 +39,8 @@ class ToolCallFormat:
     """Whether all outputs follow the format; then it also reads reasoning."""
     reasoning: tuple[str, str] | None = None
     """Begin and end of the reasoning that the format reads."""
+    answer_opener: str = ""
+    """Text between this reasoning and the answer."""
 
     def read_output(self, reader: OutputReader) -> Steps[None]:
         if self.always:

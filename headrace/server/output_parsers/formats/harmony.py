@@ -114,4 +114,5 @@ FORMAT = ToolCallFormat(
     envelope=_envelope,
     always=True,
     reasoning=(_REASONING, _ENDS[0]),
+    answer_opener=f"{_START}assistant{_CHANNEL}final{_MESSAGE}",
 )
