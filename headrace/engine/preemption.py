@@ -1,4 +1,4 @@
-"""Chooses the running sequences that give way to a more urgent request
+"""Chooses the running sequences that give way to a more urgent request, or to one that they passed
 (docs/internals/scheduling.md#preemption-by-priority).
 """
 
@@ -59,38 +59,65 @@ class PreemptionPolicy:
 
         `max_width` is the max number of running sequences, forks included.
         """
-
-        def fits_without(*groups: list[Sequence]) -> bool:
-            ended = list(chain.from_iterable(groups))
-            left = [seq for seq in running if seq not in ended]
-            width = sum(seq.width for seq in (*left, urgent))
-            # A sequence alone always fits.
-            return width <= max_width and (not left or self.fits(urgent, hit, left, ended))
-
-        # Take whole groups, the last in rank first, and leave out the ones that are not needed.
-        groups = [
-            list(group)
-            for _, group in groupby(reversed(self.candidates(urgent, running)), key=_GROUP)
-        ]
-        chosen: list[list[Sequence]] = []
-        while groups and not fits_without(*chosen):
-            chosen.append(groups.pop(0))
-        if not fits_without(*chosen):
+        candidates = self.candidates(urgent, running)
+        victims = self.fewest_victims(urgent, hit, running, candidates, max_width)
+        if not victims:
             return []
-        for group in chosen[:-1]:
-            others = [other for other in chosen if other is not group]
-            if fits_without(*others):
-                chosen = others
-        victims = list(chain.from_iterable(chosen))
-
         lost = ceil(self._recomputed_tokens(urgent, victims) / self._config.max_chunk_rows)
         by_end = sorted(running, key=self._max_steps)
         if lost >= self._max_steps(by_end[0]):
             # The first to end may leave too little room, so find out when there is enough.
-            ends = (n for n in range(1, len(by_end) + 1) if fits_without(by_end[:n]))
+            ends = (
+                n
+                for n in range(1, len(by_end) + 1)
+                if self._fits_without(urgent, hit, running, by_end[:n], max_width)
+            )
             if lost >= self._max_steps(by_end[next(ends, len(by_end)) - 1]):
                 return []
         return victims
+
+    def fewest_victims(
+        self,
+        seq: Sequence,
+        hit: Hit,
+        running: list[Sequence],
+        candidates: list[Sequence],
+        max_width: int,
+    ) -> list[Sequence]:
+        """Return the last candidates in rank without which a waiting sequence fits.
+
+        None if it fits with all candidates, or without any of them.
+        """
+
+        def fits_without(groups: list[list[Sequence]]) -> bool:
+            ended = list(chain.from_iterable(groups))
+            return self._fits_without(seq, hit, running, ended, max_width)
+
+        # Take whole groups, the last in rank first, and leave out the ones that are not needed.
+        groups = [list(group) for _, group in groupby(reversed(candidates), key=_GROUP)]
+        chosen: list[list[Sequence]] = []
+        while groups and not fits_without(chosen):
+            chosen.append(groups.pop(0))
+        if not fits_without(chosen):
+            return []
+        for group in chosen[:-1]:
+            others = [other for other in chosen if other is not group]
+            if fits_without(others):
+                chosen = others
+        return list(chain.from_iterable(chosen))
+
+    def _fits_without(
+        self,
+        seq: Sequence,
+        hit: Hit,
+        running: list[Sequence],
+        ended: list[Sequence],
+        max_width: int,
+    ) -> bool:
+        left = [other for other in running if other not in ended]
+        width = sum(other.width for other in (*left, seq))
+        # A sequence alone always fits.
+        return width <= max_width and (not left or self.fits(seq, hit, left, ended))
 
     def fits(
         self, seq: Sequence, hit: Hit, running: list[Sequence], ended: Iterable[Sequence] = ()

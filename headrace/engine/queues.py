@@ -36,6 +36,7 @@ class SequenceQueues:
         self._config = config
         self._cache = self._new_cache()
         self._num_steps = 0
+        self._num_moves = 0
         self._dropped = set[Sequence]()
 
     def add(self, seqs: Iterable[Sequence]) -> None:
@@ -46,7 +47,7 @@ class SequenceQueues:
             self.queue(seq)
 
     def queue(self, seq: Sequence) -> None:
-        insort(self.waiting, seq, key=_RANK)
+        self._enter(self.waiting, seq)
 
     def drop(self, seq: Sequence) -> None:
         """Remove a sequence; its blocks are free once no launched step uses them."""
@@ -67,6 +68,7 @@ class SequenceQueues:
             sibling.node, sibling.num_admitted = seq.node, seq.num_admitted
             sibling.tables = self._kv.fork(seq.tables)
             insort(self.running, sibling, key=_RANK)
+            sibling.since = seq.since
         return [seq, *siblings]
 
     def replace_sequences(self, seqs: list[Sequence], sources: list[Sequence]) -> list[Sequence]:
@@ -142,8 +144,14 @@ class SequenceQueues:
 
     # Moves between the queues
 
+    def _enter(self, queue: list[Sequence], seq: Sequence) -> None:
+        insort(queue, seq, key=_RANK)
+        self._num_moves += 1
+        seq.since = self._num_moves
+
     def _start(self, seq: Sequence, hit: Hit) -> None:
-        insort(self.running, seq, key=_RANK)
+        self._enter(self.running, seq)
+        seq.num_held_up = 0
         seq.node = hit.node
         seq.computed = seq.settled = hit.num_tokens
         seq.num_admitted = len(seq.known)

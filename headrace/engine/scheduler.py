@@ -86,7 +86,7 @@ class Scheduler(SequenceQueues):
 
         only = self._choose_suspect() if self.suspects else None
         if not self.suspects:
-            self._preempt_for_urgent()
+            self._preempt_for_first()
             self._admit_before_prompts()
         budget, groups = self._share_rows(only)
         output = SchedulerOutput(scheduled=[], copies=[], rest=budget)
@@ -236,15 +236,23 @@ class Scheduler(SequenceQueues):
             return sampled[-1]
         return candidates[-1]
 
-    def _preempt_for_urgent(self) -> None:
-        """Preempt running sequences for the first waiting one, if that pays, and admit it."""
+    def _preempt_for_first(self) -> None:
+        """Preempt running sequences for the first waiting one, and admit it.
+
+        The victims are less urgent, and preemption pays; or they have passed it and held it up for
+        `MAX_PASSING_STEPS`.
+        """
         self._needs_idle_victims = False
         if not self.waiting or not self.running:
             return
         seq = self.waiting[0]
         if seq.rank > self.running[-1].rank:  # the usual case
             return
-        if not self._preemption.candidates(seq, self.running):
+        is_urgent = bool(self._preemption.candidates(seq, self.running))
+        passers = [
+            other for other in self.running if other.rank > seq.rank and other.since > seq.since
+        ]
+        if not is_urgent and not passers:
             return
         hit = self._match_prefix(seq)
         if self._may_run(seq) and self._fits(seq, hit):
@@ -252,7 +260,14 @@ class Scheduler(SequenceQueues):
         max_width = self._config.max_seqs
         if not self.step_timer.allows_admission:
             max_width = min(max_width, sum(other.width for other in self.running))
-        victims = self._preemption.choose_victims(seq, hit, self.running, max_width)
+        victims: list[Sequence] = []
+        if is_urgent:
+            victims = self._preemption.choose_victims(seq, hit, self.running, max_width)
+        if not victims and passers:
+            victims = self._preemption.fewest_victims(seq, hit, self.running, passers, max_width)
+            seq.num_held_up += bool(victims)
+            if seq.num_held_up < MAX_PASSING_STEPS:
+                return
         if any(victim.num_in_flight for victim in victims):
             self._needs_idle_victims = True
             return
@@ -340,9 +355,9 @@ class Scheduler(SequenceQueues):
         """Whether the first waiting sequence waits for rows only, or running sequences of a lower
         rank keep it out.
 
-        If only later ones do, no further request passes. They end within `MAX_PASSING_STEPS`.
+        If only later ones do, no further request passes.
         """
-        if not self._can_pass:
+        if not self._can_pass or first.num_held_up >= MAX_PASSING_STEPS:
             return False
         if self._match_if_admissible(first):
             return True

@@ -170,6 +170,10 @@ class Sequence:
     """Node of the last full block in the prefix cache."""
     num_admitted: int = 0
     """Known tokens at the last admission."""
+    since: int = 0
+    """Number of the move that put it into the waiting or the running queue."""
+    num_held_up: int = 0
+    """Steps in which only sequences that passed it kept it waiting."""
     num_pending: int = 0
     """Tokens that launched steps will sample."""
     num_in_flight: int = 0

@@ -1,6 +1,7 @@
 """Urgent requests preempt, small ones pass, and every request ends within a bound."""
 
 import random
+from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Any
 
@@ -190,6 +191,87 @@ class TestPromptRows:
         requests = [add(engine, [i] * 30, 3) for i in range(6)]
         found = first_tokens(engine)
         assert sorted(requests, key=found.__getitem__) == requests
+
+
+class WaitingTimes:
+    """Counts the steps in which only passers keep the first waiting sequence from its place."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.num_passed = 0
+        self.longest = 0
+        self._scheduler = engine._scheduler
+        self._passers: dict[Sequence, set[Sequence]] = {}
+        self._steps: dict[Sequence, int] = {}
+        self._started = self._scheduler._start
+        self._scheduler._start = self._start  # type: ignore[method-assign]
+
+    def _start(self, seq: Sequence, *args: Any) -> None:
+        for other in self._scheduler.waiting:
+            if other.rank < seq.rank:
+                self._passers.setdefault(other, set()).add(seq)
+                self.num_passed += 1
+        self._passers.pop(seq, None)
+        self._steps.pop(seq, None)
+        self._started(seq, *args)
+
+    def count(self) -> None:
+        scheduler = self._scheduler
+        if not scheduler.waiting:
+            return
+        first = scheduler.waiting[0]
+        hit = scheduler._match_prefix(first)
+        if scheduler._may_run(first) and scheduler._fits(first, hit):
+            return  # It waits for rows.
+        place = bisect_left(scheduler.running, first.rank, key=lambda seq: seq.rank)
+        before, after = scheduler.running[:place], scheduler.running[place:]
+        has_place = sum(seq.width for seq in (*before, first)) <= scheduler._config.max_seqs
+        fits = not before or scheduler._preemption.fits(first, hit, before, after)
+        if has_place and fits and self._passers.get(first, set()).issuperset(after):
+            self._steps[first] = self._steps.get(first, 0) + 1
+            self.longest = max(self.longest, self._steps[first])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_random_arrivals_hold_the_first_up_for_longer_than_the_bound(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither few rows, depth of prompts, forks nor priorities stretch the bound."""
+    monkeypatch.setattr(scheduling, "MAX_PASSING_STEPS", bound := 16)
+    random_ = random.Random(seed)
+    num_passed = reached = 0
+    for _ in range(5):
+        late = random_.random() < 0.3
+        engine = toy_engine(
+            num_blocks=random_.choice([40, 80]),
+            max_model_len=200,
+            max_num_seqs=random_.choice([3, 6, 12]),
+            max_num_batched_tokens=random_.choice([4, 16, 512]),
+            chunked_prefill_size=random_.choice([1, 4, 16]),
+            attention_crossover=random_.choice([4.0, 30.0, float("inf")]),
+            prefix_cache=random_.random() < 0.5,
+            priority_scheduling_preemption_threshold=random_.choice([0, 1]),
+            late=late,
+        )
+        times = WaitingTimes(engine)
+        num_left = 40
+        while num_left or engine.has_work:
+            if num_left and random_.random() < 0.5:
+                num_left -= 1
+                is_large = random_.random() < 0.3
+                prompt = [1, random_.randrange(VOCAB)] * random_.randint(1, 60 if is_large else 20)
+                length = random_.randint(1, 60 if is_large else 16)
+                n, priority = random_.choice([1, 1, 2]), random_.choice([0, 0, 0, -1, 1])
+                try:
+                    add(engine, prompt, length, priority, n)
+                except RequestError:  # it needs more than all blocks
+                    continue
+            engine.step()
+            times.count()
+        # A step in which the passers give way, and steps in flight that they wait for.
+        assert times.longest <= bound + (2 if late else 1)
+        num_passed += times.num_passed
+        reached = max(reached, times.longest)
+    assert num_passed > 20 and reached >= 4
 
 
 REQUESTS = st.lists(
