@@ -10,11 +10,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from headrace.server.content_encoding import decode, read_encodings
 from headrace.server.errors import ApiError, invalid
 from headrace.server.field_table import refuse_unserved
 from headrace.server.field_types import TokenId
 from headrace.server.request_record import RequestRecord
 from headrace.server.settings import Settings
+from headrace.server.surrogates import mend_surrogates
 
 # The types of ASGI 3.
 Scope = MutableMapping[str, Any]
@@ -77,13 +79,18 @@ class HttpExchange:
         # other sites send such a body, but asks this server first before it sends JSON.
         default_type = "" if self.header("origin") else "application/json"
         body = await self.read_body("application/json", default_type)
-        body = body.removeprefix(BOM_UTF8)
+        return self._read_record(body.removeprefix(BOM_UTF8), record_type)
+
+    def _read_record(self, body: bytes, record_type: type[_T]) -> _T:
         try:
             record = _decode(body, record_type)
         except msgspec.ValidationError as error:
             raise _field_error(error, body) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
+            mended = mend_surrogates(body)
+            if mended is None:
+                raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
+            return self._read_record(mended, record_type)
         refuse_unserved(body, record_type)
         if self.deployment and isinstance(record, msgspec.Struct):
             record = msgspec.structs.replace(record, model=self.deployment)
@@ -96,11 +103,7 @@ class HttpExchange:
             raise ApiError(
                 415, "unsupported_media_type", f"content-type of the body must be {content_type}"
             )
-        if (self.header("content-encoding") or "identity").strip().lower() != "identity":
-            raise ApiError(
-                415, "unsupported_media_type", "the body is compressed; send it uncompressed"
-            )
-
+        encodings = read_encodings(self.header("content-encoding") or "")
         length = self.header("content-length") or ""
         if length.isdecimal():
             self._check_size(int(length))  # before `100 Continue` asks for the body
@@ -108,13 +111,14 @@ class HttpExchange:
         timeout = self._settings.receive_timeout
         try:
             async with asyncio.timeout(timeout):
-                return await self._receive_body()
+                body = await self._receive_body()
         except TimeoutError:
             error = ApiError(
                 408, "request_timeout", f"the body did not arrive within {timeout:g} s"
             )
             error.headers["connection"] = "close"
             raise error from None
+        return decode(body, encodings, self._settings.max_body_bytes)
 
     async def _receive_body(self) -> bytes:
         parts, size = [], 0

@@ -3,12 +3,15 @@
 import asyncio
 import base64
 import contextlib
+import gzip
 import http.client
+import importlib
 import json
 import socket
+import zlib
 from codecs import BOM_UTF8
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -22,7 +25,40 @@ from tests.server.running import Running, running
 KEYS = ("first-key", "second-key")
 PAGE = "http://localhost:3000"
 OPEN = {"/health", "/health/live", "/health/ready"}
-CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "temperature": 0}
+USER = {"role": "user", "content": "hello"}
+CHAT = {"messages": [USER], "max_tokens": 2, "temperature": 0}
+HALVES = [
+    "\ud83d",
+    "a\udc00b",
+    "\udc00\ud83d",
+    "\\ud83d\ud83d",
+    "\ud83d\ud83d\ude00",
+    "\ud83d\\u0041",
+]
+
+
+def _with_whole_characters(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {name: _with_whole_characters(item) for name, item in value.items()}
+    return [_with_whole_characters(item) for item in value] if isinstance(value, list) else value
+
+
+def _raw_deflate(data: bytes) -> bytes:
+    compressor = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return compressor.compress(data) + compressor.flush()
+
+
+CODECS = {
+    "gzip": gzip.compress,
+    "X-Gzip, identity": lambda data: gzip.compress(data[:9]) + gzip.compress(data[9:]),
+    "deflate": zlib.compress,
+    " Deflate ": _raw_deflate,
+    "deflate, gzip": lambda data: gzip.compress(zlib.compress(data)),
+}
+with contextlib.suppress(ImportError):  # an older installation may lack it
+    CODECS["zstd"] = importlib.import_module("backports.zstd").compress
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +259,8 @@ class TestBodies:
             (b"[" * 100_000, None),
             (b'{"messages": ' + b"[" * 100_000, "messages"),
             (b'{"messages": [{"role": "user", "tool_calls": [{"a": ' + b"[" * 100_000, None),
-            (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', None),
+            (b'{"messages": [{"role": "user", "content": "a"}], "stop": "\\ud800"}', "stop"),
+            (b'{"messages": [{"role": "user", "content": "\\ud800"]}', None),
             (b'{"messages": [], "n": 1}', "messages"),
             (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "messages"),
             (b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "messages"),
@@ -316,7 +353,6 @@ class TestBodies:
         assert (
             server.post("/v1/chat/completions", body, {"content-type": "text/plain"}).status == 415
         )
-        assert server.post("/v1/chat/completions", body, {"content-encoding": "gzip"}).status == 415
         for encoding in ("", "identity", "Identity"):
             body = json.dumps(CHAT).encode()
             reply = server.post("/v1/chat/completions", body, {"content-encoding": encoding})
@@ -335,6 +371,69 @@ class TestBodies:
         finally:
             connection.close()
         assert server.get("/health").status == 200
+
+    @pytest.mark.parametrize("halves", HALVES)
+    @pytest.mark.parametrize("escaped", [False, True])
+    def test_half_surrogate_pairs_are_mended(
+        self, server: Running, halves: str, escaped: bool
+    ) -> None:
+        """A client that cuts text by UTF-16 units leaves half of a character."""
+        call = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
+        turns = [USER, {"role": "assistant", "tool_calls": [call]}]
+        block = {"type": "tool_result", "tool_use_id": "c", "content": halves}
+        result = {"type": "function_call_output", "call_id": "c", "output": halves}
+        bodies: list[tuple[str, dict[str, Any]]] = [
+            ("/tokenize", {"messages": [*turns, {"role": "tool", "content": halves}]}),
+            ("/tokenize", {"prompt": halves}),
+            ("/v1/completions", {"prompt": halves, "max_tokens": 1}),
+            ("/v1/messages/count_tokens", {"messages": [USER, USER | {"content": [block]}]}),
+            ("/v1/responses", {"input": [USER, result], "max_output_tokens": 1}),
+        ]
+        for path, body in bodies:
+            counts = []
+            for sent in (body, _with_whole_characters(body)):
+                text = json.dumps(sent, ensure_ascii=escaped)
+                reply = server.post(path, text.encode("utf-8", "surrogatepass"))
+                assert reply.status == 200, reply.body
+                found = reply.json
+                usage = found.get("usage", {})
+                counts.append(
+                    [
+                        *(found.get(name) for name in ("tokens", "input_tokens")),
+                        *(usage.get(name) for name in ("prompt_tokens", "input_tokens")),
+                    ]
+                )
+            assert counts[0] == counts[1] and any(counts[0])
+        assert any("surrogate" in line for line in server.log)
+        assert not any(halves in line for line in server.log)
+
+    @pytest.mark.parametrize("encoding", CODECS)
+    def test_compressed_bodies_are_read(self, server: Running, encoding: str) -> None:
+        plain = json.dumps(CHAT).encode()
+        body = CODECS[encoding](plain)
+        headers = {"content-encoding": encoding}
+        expected = server.post("/v1/chat/completions", plain).json["choices"]
+        reply = server.post("/v1/chat/completions", body, headers)
+        assert (reply.status, reply.json.get("choices")) == (200, expected), reply.body
+        for path in ("/v1/messages", "/tokenize"):
+            assert server.post(path, body, headers).status == 200
+        for wrong in (body[:-9], b"", plain, body + b"{}"):
+            reply = server.post("/v1/chat/completions", wrong, headers)
+            assert (reply.status, reply.json["error"]["code"]) == (400, "invalid_encoding")
+        assert b"the body is not " in reply.body
+
+        # 1 GB of spaces has few bytes when it is compressed.
+        bomb = CODECS[encoding](b" " * (20 << 20))
+        reply = server.post("/v1/chat/completions", bomb, headers)
+        assert (reply.status, reply.json["error"]["code"]) == (413, "request_too_large")
+        assert "16,777,216 bytes when it is decompressed" in reply.json["error"]["message"]
+
+    @pytest.mark.parametrize("encoding", ["br", "compress", "gzip, br", "gzip, gzip, gzip"])
+    def test_other_encodings_are_refused(self, server: Running, encoding: str) -> None:
+        body = json.dumps(CHAT).encode()
+        reply = server.post("/v1/chat/completions", body, {"content-encoding": encoding})
+        assert (reply.status, reply.headers["accept-encoding"]) == (415, "gzip, deflate, zstd")
+        assert "send gzip, deflate, zstd, or an uncompressed body" in reply.json["error"]["message"]
 
     def test_invalid_http(self, server: Running) -> None:
         for rubbish in (

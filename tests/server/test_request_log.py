@@ -180,6 +180,7 @@ def test_tracing_sends_spans_to_a_collector(model: str) -> None:
         server.post("/v1/chat/completions", CHAT, {"traceparent": parent})
         server.post("/v1/chat/completions", CHAT | {"temperature": -1})
     collector.server.shutdown()
+    collector.server.server_close()
     (request,) = [span for span in collector.spans if span.name == "llm_request"]
     assert (request.trace_id.hex(), request.parent_span_id.hex()) == (
         "0123456789abcdef" * 2,
