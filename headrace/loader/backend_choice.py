@@ -12,7 +12,7 @@ from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig
 from headrace.errors import MemoryLimitError, RequestError, UnsupportedModelError
 from headrace.loader.drafts import DraftCheckpoints, target_program
-from headrace.loader.memory import fit_memory
+from headrace.loader.memory import fit_context
 from headrace.parallel.config import mesh_of
 from headrace.planner import gpu
 from headrace.planner.gpu import GpuHost
@@ -33,6 +33,7 @@ def with_backend(
 ) -> EngineConfig:
     """Return the configuration with `auto` replaced by a backend, and log a remark if it has one.
 
+    On a GPU, `max_model_len` becomes the longest context that fits, if the model's does not.
     Raises RequestError if the backend cannot run here, or does not support the
     `kv_dtype`.
     """
@@ -41,7 +42,32 @@ def with_backend(
     if choice.remark:
         _log.warning("%s", choice.remark)
     check_kv_dtype(choice.backend, config.kv_format)
-    return replace(config, backend=choice.backend)
+    return _with_context(replace(config, backend=choice.backend), checkpoint, drafts)
+
+
+def _with_context(
+    config: EngineConfig, checkpoint: Checkpoint, drafts: DraftCheckpoints | None
+) -> EngineConfig:
+    """Return the configuration with the longest context that fits on the GPU.
+
+    It is unchanged if all of the model's context fits, and if nothing does: loading says so.
+    """
+    if config.max_model_len or not config.traits.on_gpu:
+        return config
+    program = target_program(config, checkpoint)
+    try:
+        context = fit_context(config, checkpoint, program, drafts or DraftCheckpoints())
+    except MemoryLimitError:
+        return config
+    if context == checkpoint.spec.max_context:
+        return config
+    _log.warning(
+        "max_model_len is %s, because the GPU has no memory for a sequence of all %s tokens of the "
+        "model's context; set max_model_len, or choose kv_dtype int8, to change it",
+        f"{context:,}",
+        f"{checkpoint.spec.max_context:,}",
+    )
+    return replace(config, max_model_len=context)
 
 
 def with_kv_dtype(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
@@ -111,11 +137,10 @@ def _unused_gpu(reason: str) -> str:
 
 def _gpu_obstacle(config: EngineConfig, checkpoint: Checkpoint, drafts: DraftCheckpoints) -> str:
     """Return why the model cannot run on the GPU, or an empty string if it can."""
-    max_model_len = config.max_model_len or checkpoint.spec.max_context
     try:
         check_kv_dtype(config.backend, config.kv_format)
         program = target_program(config, checkpoint)
-        fit_memory(config, checkpoint, program, drafts, max_model_len)
+        fit_context(config, checkpoint, program, drafts)
     except ImportError as error:
         return f"torch or triton cannot be imported: {error}"
     except (RequestError, UnsupportedModelError, MemoryLimitError) as error:

@@ -11,6 +11,7 @@ from headrace.planner.fit import RUNTIME_BYTES
 from headrace.program.kv import KvGroup
 
 MAX_BLOCKS = 2**26
+_GPU_SHARE, _MACHINE_SHARE = 0.9, 0.5
 
 
 class Memory(NamedTuple):
@@ -20,6 +21,13 @@ class Memory(NamedTuple):
     runtime: int = RUNTIME_BYTES
     """Bytes reserved for everything except weights and KV."""
     on_gpu: bool = False
+
+    @property
+    def kv_share(self) -> float:
+        """Max share of the free memory that KV takes. Other programs need the machine's memory,
+        and none needs the GPU's.
+        """
+        return _GPU_SHARE if self.on_gpu else _MACHINE_SHARE
 
 
 class KvUse(NamedTuple):
@@ -42,9 +50,9 @@ def size_kv(
     The KV groups with the widest window get `kv_blocks` blocks, or enough for
     `max_num_seqs` sequences of full length. A group with a narrower window gets the
     blocks that all sequences can touch in it. Unless `kv_blocks` is set, KV takes at
-    most half of the memory that `weights` (bytes) and the runtime leave, but always
-    enough for one sequence; then narrow groups have room for fewer sequences. Raises
-    MemoryLimitError, with the arithmetic, if KV does not fit.
+    most `memory.kv_share` of the memory that `weights` (bytes) and the runtime leave, but
+    always enough for one sequence; then narrow groups have room for fewer sequences.
+    Raises MemoryLimitError, with the arithmetic, if KV does not fit.
     """
     seq_blocks = [
         [group.num_blocks(max_model_len, model.max_rows, block_size) for group in model.groups]
@@ -72,10 +80,9 @@ def size_kv(
     blocks, seqs = config.kv_blocks, config.max_seqs
     free = memory.available - weights - memory.runtime
     if not blocks:
-        blocks = max(widest, min(seqs * widest, max_blocks(free // 2, seqs)))
-        fitting_seqs = bisect_right(
-            range(1, seqs + 1), free // 2, key=lambda n: num_bytes(blocks, n)
-        )
+        most = int(free * memory.kv_share)
+        blocks = max(widest, min(seqs * widest, max_blocks(most, seqs)))
+        fitting_seqs = bisect_right(range(1, seqs + 1), most, key=lambda n: num_bytes(blocks, n))
         seqs = max(1, fitting_seqs)
 
     fitting = max_blocks(free, seqs)

@@ -54,6 +54,7 @@ def load_model(model: str, config: EngineConfig) -> LoadedModel:
         tokenizer = checkpoint.load_tokenizer()
         engine = load_engine(model, config, checkpoint, tokenizer)
         prompts = _prompt_reader(model, checkpoint, tokenizer, renderer)
+        prompts.max_model_len = engine.limits.max_model_len
         return LoadedModel(engine, prompts, tokenizer, checkpoint)
     except BaseException:
         renderer.close()
@@ -69,7 +70,8 @@ def open_files(model: str, config: EngineConfig) -> Checkpoint:
 def open_model(model: str, config: EngineConfig) -> Checkpoint:
     """Find a model, download it if necessary, and open it without reading weights.
 
-    The checkpoint's `spec.context` is `max_model_len`. Raises as `load_model`.
+    The checkpoint's `spec.context` is `max_model_len`, which `load_engine` may shorten to fit
+    on a GPU. Raises as `load_model`.
     """
     checkpoint = open_files(model, config)
     spec = checkpoint.spec
@@ -86,7 +88,12 @@ def open_model(model: str, config: EngineConfig) -> Checkpoint:
             tool_template=None,
             other_templates={},
         )
+    return _with_context(checkpoint, config)
+
+
+def _with_context(checkpoint: Checkpoint, config: EngineConfig) -> Checkpoint:
     # Some models scale their rotary frequencies by the context.
+    spec = checkpoint.spec
     return replace(checkpoint, spec=replace(spec, context=config.max_model_len or spec.max_context))
 
 
@@ -107,11 +114,12 @@ def load_engine(
     `launcher` starts the processes of other ranks: see `compile_ranks`. Raises as
     `load_model`.
     """
-    spec = checkpoint.spec
     for note in checkpoint.notes:
         _log.warning(note)
     drafts = open_draft_checkpoints(config, checkpoint, tokenizer)
     config = with_backend(config, checkpoint, drafts)
+    checkpoint = _with_context(checkpoint, config)
+    spec = checkpoint.spec
     program = target_program(config, checkpoint)
     kv, draft_kv = fit_memory(config, checkpoint, program, drafts, spec.context)
 

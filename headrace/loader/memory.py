@@ -1,9 +1,11 @@
 """Divides the memory of the machine or its GPU between weights, runtime and KV."""
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig, KvConfig
+from headrace.errors import MemoryLimitError
 from headrace.loader.drafts import DraftCheckpoints, model_program
 from headrace.loader.kv_size import KvUse, Memory, size_kv
 from headrace.parallel.config import is_multi_host, mesh_of, rank_programs
@@ -13,6 +15,8 @@ from headrace.speculation.proposers.draft_model import max_rows
 
 _LOGIT_BYTES = 64 << 20
 _MIN_LOGIT_ROWS = 64
+_MIN_CONTEXT = 1024
+"""Fewest tokens that a context shrinks to, to fit on a GPU."""
 
 
 class MaxRows(NamedTuple):
@@ -96,3 +100,31 @@ def fit_memory(
     memory = memory_for(config, programs[0])
     kv, *others = size_kv(uses, config, max_model_len, weights, memory, block_size)
     return kv, others[-1] if drafts.draft else None
+
+
+def fit_context(
+    config: EngineConfig, checkpoint: Checkpoint, program: Program, drafts: DraftCheckpoints
+) -> int:
+    """Return the context in tokens: `max_model_len`, or the model's if it fits, or on a GPU the
+    longest that fits.
+
+    Raises MemoryLimitError if not even a short context fits.
+    """
+    context = config.max_model_len or checkpoint.spec.max_context
+
+    def fits(max_model_len: int) -> bool:
+        try:
+            fit_memory(config, checkpoint, program, drafts, max_model_len)
+        except MemoryLimitError:
+            return False
+        return True
+
+    if config.max_model_len or config.kv_blocks or not config.traits.on_gpu or fits(context):
+        fit_memory(config, checkpoint, program, drafts, context)
+        return context
+    block_size = config.traits.kv_block_size
+    lengths = range(_MIN_CONTEXT, context, block_size)
+    fitting = bisect_left(lengths, True, key=lambda length: not fits(length))
+    if not fitting:
+        fit_memory(config, checkpoint, program, drafts, context)
+    return lengths[fitting - 1]

@@ -54,6 +54,7 @@ async def start_server(
 
         await _wait_for_engine(starting, engine)
         assert engine.info is not None, "a started engine has sent its info"
+        prompt_reader.max_model_len = engine.info.max_model_len
         roofline = await asyncio.to_thread(StepRoofline, program, engine.info)
         yield ServerState(
             settings=settings,

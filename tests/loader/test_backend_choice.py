@@ -133,6 +133,39 @@ def test_model_too_large_for_the_gpu_runs_on_the_cpu(
         )
 
 
+@pytest.mark.parametrize("backend", ["auto", "cuda"])
+def test_context_shrinks_to_the_memory_of_the_gpu(
+    backend: str,
+    on: Callable[..., None],
+    checkpoint: Checkpoint,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A context of 2**20 tokens fits with 1,024 tokens of KV less only if it is shorter."""
+    checkpoint = replace(checkpoint, spec=replace(checkpoint.spec, max_context=2**20))
+    program = lower_program(
+        "cuda", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors
+    )
+    (group,) = program.kv_groups
+    per_token = group.block_bytes("bf16", 64) // 64
+
+    def config(room: int, **options: Any) -> EngineConfig:
+        on(READY, free=10**9 + program.weight_bytes + room * per_token)
+        return with_backend(engine_config({"backend": backend, **options}), checkpoint)
+
+    assert config(2**20).max_model_len == 0 and not caplog.records
+    for room in (2**20 - 1024, 5000, 1024):
+        fitting = config(room)
+        assert fitting.backend == "cuda" and fitting.max_model_len == room // 64 * 64
+        assert f"max_model_len is {room // 64 * 64:,}, because the GPU has no memory" in caplog.text
+        memory.fit_memory(
+            fitting, checkpoint, program, choices.DraftCheckpoints(), fitting.max_model_len
+        )
+        caplog.clear()
+    assert config(1000).max_model_len == 0
+    assert config(5000, max_model_len=6000).max_model_len == 6000  # which is refused later
+    assert config(5000, max_model_len=6000).backend == ("cpu" if backend == "auto" else "cuda")
+
+
 @pytest.mark.parametrize(
     ("host", "message"),
     [

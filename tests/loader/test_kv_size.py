@@ -20,7 +20,7 @@ class TestKvSize:
     )  # layers, KV heads, tokens, head dim of K and, padded, of V, bytes
     WEIGHTS = 10_000
 
-    def size(self, blocks: float, **options: Any) -> KvConfig:
+    def size(self, blocks: float, on_gpu: bool = False, **options: Any) -> KvConfig:
         """Return the KV size if memory has room for `blocks` blocks besides weights and runtime."""
         models = [KvUse(trace_model(*self.MODEL).kv_groups, 512)]
         (kv,) = size_kv(
@@ -28,7 +28,7 @@ class TestKvSize:
             engine_config(options),
             1000,
             self.WEIGHTS,
-            Memory(self.WEIGHTS + RUNTIME_BYTES + int(blocks * self.BLOCK)),
+            Memory(self.WEIGHTS + RUNTIME_BYTES + int(blocks * self.BLOCK), on_gpu=on_gpu),
         )
         return kv
 
@@ -38,6 +38,10 @@ class TestKvSize:
     def test_kv_takes_half_of_the_memory(self) -> None:
         assert self.size(200).num_blocks == (100,)
         assert self.size(200, kv_dtype="f32").num_blocks == (50,)
+
+    def test_kv_takes_most_of_the_memory_of_a_gpu(self) -> None:
+        assert self.size(200, on_gpu=True).num_blocks == (180,)
+        assert self.size(34, on_gpu=True).num_blocks == (32,)
 
     def test_kv_for_at_least_one_sequence(self) -> None:
         assert self.size(40).num_blocks == (32,)
