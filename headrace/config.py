@@ -79,7 +79,7 @@ class EngineConfig:
     kv_blocks: int = 0
     """KV blocks of the layers with the widest attention window; other layers get the
     number that these sequences can need. 0: enough for `max_num_seqs` sequences of full
-    length, but at most half of the memory that weights leave.
+    length, but at most half of the memory that weights leave, or 90 % of a GPU's.
     """
     kv_offload_bytes: int = 0
     """Bytes of pinned host memory for prefix-cache blocks that a GPU evicts; 0: no

@@ -85,6 +85,12 @@ class RankFailedError(HeadraceError):
     """A step or an adapter failed on a rank other than 0; only this request fails. Exit code 1."""
 
 
+class DeviceLostError(HeadraceError):
+    """The GPU failed, and this process cannot use it again: after an illegal memory access or an
+    error of its memory. The server starts another engine process. Exit code 1.
+    """
+
+
 class NoReplicaError(HeadraceError):
     """No replica can take the request. Exit code 1."""
 

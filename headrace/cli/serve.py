@@ -108,7 +108,7 @@ def _add_memory(group: Arguments) -> None:
         "priority_scheduling_preemption_threshold": "minimum difference of priorities at which a "
         "waiting request preempts running ones, if that pays; 0: never",
         "kv_blocks": "number of KV blocks; 0: enough for --max-num-seqs sequences of "
-        "--max-model-len tokens, within half of the memory",
+        "--max-model-len tokens, within half of the memory, or 90%% of a GPU's",
         "kv_offload_bytes": "bytes of host memory for KV evicted from a GPU; 0: no offloading",
     }
     for name, text in texts.items():

@@ -32,7 +32,7 @@ from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import Request, RequestTimer
 from headrace.engine.static import StaticScheduler
 from headrace.engine.step import StepLoop
-from headrace.errors import ClosedError, RequestError
+from headrace.errors import ClosedError, DeviceLostError, RequestError
 from headrace.grammar.constraint import Constraints
 from headrace.kv.blocks import Demand
 from headrace.kv.host import HostTier
@@ -283,9 +283,9 @@ class Engine:
     def step(self, should_stop: Callable[[], bool] = lambda: False) -> list[Update]:
         """Run one step, and return its updates.
 
-        Plain decoding may run several steps, until `should_stop()`. Errors are never raised: all
-        admitted requests are recomputed, each alone at first. The request with which a step fails
-        again ends with the error.
+        Plain decoding may run several steps, until `should_stop()`. After an error all admitted
+        requests are recomputed, each alone at first. The request with which a step fails again
+        ends with the error. Raises only DeviceLostError: no later step can run.
         """
         self._check_open()
         started = self._clock()
@@ -298,6 +298,8 @@ class Engine:
             if self._loop.in_flight:
                 step = self._loop.finish(updates)
                 self._scheduler.clear_suspects(step.scheduled)
+        except DeviceLostError:
+            raise
         except Exception as error:
             step = None
             self._recover(error, updates)

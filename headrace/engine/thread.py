@@ -6,6 +6,7 @@ engines, before interpreter exit cuts daemon threads off.
 """
 
 import atexit
+import logging
 import os
 from _thread import allocate_lock, get_ident, start_new_thread
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +18,7 @@ from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 from headrace.engine.engine import Engine
-from headrace.errors import ClosedError, HeadraceError
+from headrace.errors import ClosedError, DeviceLostError, HeadraceError
 from headrace.outputs import Update
 from headrace.request import CheckedRequest
 
@@ -30,6 +31,7 @@ _FORKED = (
     "copied; make another LLM here or start processes with the 'spawn' method"
 )
 
+_log = logging.getLogger("headrace.engine")
 _threads = WeakSet["EngineThread"]()
 
 
@@ -207,7 +209,12 @@ class EngineThread:
                     self._deliver(update)
                 self.step_started = None
             except BaseException as error:  # the engine cannot recover: see `Engine.step`
-                self._close_reason = f"the engine stopped after an internal error: {error!r}"
+                self._close_reason = (
+                    str(error)
+                    if isinstance(error, DeviceLostError)
+                    else f"the engine stopped after an internal error: {error!r}"
+                )
+                _log.critical("%s", self._close_reason)
                 with suppress(Exception):
                     self._close()
 

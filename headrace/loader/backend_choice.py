@@ -42,7 +42,28 @@ def with_backend(
     if choice.remark:
         _log.warning("%s", choice.remark)
     check_kv_dtype(choice.backend, config.kv_format)
+    if traits_of(choice.backend).on_gpu:
+        _check_fp8(config, checkpoint, drafts or DraftCheckpoints())
     return _with_context(replace(config, backend=choice.backend), checkpoint, drafts)
+
+
+def _check_fp8(config: EngineConfig, checkpoint: Checkpoint, drafts: DraftCheckpoints) -> None:
+    """Raise RequestError or UnsupportedModelError if the GPU lacks fp8, and the options or the
+    weights need it.
+    """
+    host = gpu.find_gpu_host()
+    why = host.gpu.without_fp8 if host.gpu and not host.interprets else ""
+    if not why:
+        return
+    if config.kv_format == "fp8":
+        raise RequestError(f"kv_dtype 'fp8' is not supported: {why}; choose bf16 or int8")
+    for tensors in (checkpoint.tensors, drafts.draft.tensors if drafts.draft else {}):
+        for tensor in tensors.values():
+            if tensor.format.spec and tensor.format.spec.codebook == "e4m3":
+                raise UnsupportedModelError(
+                    f"tensor '{tensor.name}' is fp8: {why}; choose backend cpu, or another version "
+                    "of the model"
+                )
 
 
 def _with_context(
@@ -139,6 +160,7 @@ def _gpu_obstacle(config: EngineConfig, checkpoint: Checkpoint, drafts: DraftChe
     """Return why the model cannot run on the GPU, or an empty string if it can."""
     try:
         check_kv_dtype(config.backend, config.kv_format)
+        _check_fp8(config, checkpoint, drafts)
         program = target_program(config, checkpoint)
         fit_context(config, checkpoint, program, drafts)
     except ImportError as error:

@@ -2,16 +2,23 @@
 
 import os
 import re
+import sysconfig
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 from headrace.record import frozen
 
 MIN_CAPABILITY = (8, 0)
 """First compute capability that multiplies bf16."""
+FP8_CAPABILITY = (8, 9)
+"""First compute capability that converts fp8 (e4m3)."""
 INSTALL = "pip install 'headrace[cuda]', about 3 GB"
+_COMPILER, _HEADER = "gcc", "Python.h"
+_PACKAGES = {_COMPILER: "gcc", _HEADER: "python3-dev"}
+"""Debian packages."""
 _DRIVER_FILES = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg")
 _LIBRARY = "libcuda.so.1"
 _MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76
@@ -30,6 +37,16 @@ class Gpu:
     """Newest CUDA version that the driver supports."""
 
     @property
+    def without_fp8(self) -> str:
+        """The reason why kernels cannot convert fp8 (e4m3), or ""."""
+        if self.capability >= FP8_CAPABILITY:
+            return ""
+        return (
+            f"{self.name} has compute capability {_version(self.capability)}, and fp8 needs "
+            f"{_version(FP8_CAPABILITY)}"
+        )
+
+    @property
     def isa(self) -> str:
         """Target of the kernel compiler: `sm_90`."""
         return f"sm_{self.capability[0]}{self.capability[1]}"
@@ -43,6 +60,8 @@ class GpuHost:
     torch_cuda: str | None = None
     """None for a CPU build."""
     interprets: bool = False
+    absent_tools: tuple[str, ...] = ()
+    """What Triton compiles its launcher with, and this machine lacks."""
 
     @property
     def obstacle(self) -> str:
@@ -64,6 +83,13 @@ class GpuHost:
                 f"torch is built for CUDA {self.torch_cuda}, and the driver supports at most "
                 f"{_version(self.gpu.cuda)}: install a newer driver"
             )
+        if self.absent_tools:
+            be = "is" if len(self.absent_tools) == 1 else "are"
+            packages = " ".join(_PACKAGES[tool] for tool in self.absent_tools)
+            return (
+                f"{' and '.join(self.absent_tools)} {be} missing, which Triton compiles its "
+                f"launcher with: apt install {packages}"
+            )
         if self.interprets:
             return "TRITON_INTERPRET is set, so kernels would be interpreted: unset it"
         return ""
@@ -78,8 +104,24 @@ def find_gpu_host(root: Path = Path("/")) -> GpuHost:
     gpu, why = find_gpu(root)
     absent = tuple(name for name in ("torch", "triton") if find_spec(name) is None)
     return GpuHost(
-        gpu=gpu, no_gpu=why, absent=absent, torch_cuda=_torch_cuda(), interprets=interprets()
+        gpu=gpu,
+        no_gpu=why,
+        absent=absent,
+        torch_cuda=_torch_cuda(),
+        interprets=interprets(),
+        absent_tools=absent_tools() if gpu else (),
     )
+
+
+def absent_tools(
+    environment: "os._Environ[str] | dict[str, str]" = os.environ,
+    include: str = sysconfig.get_path("include"),
+) -> tuple[str, ...]:
+    """Find a C compiler and Python's headers as Triton does: $CC, gcc or clang."""
+    path = environment.get("PATH")
+    has_compiler = environment.get("CC") or which("gcc", path=path) or which("clang", path=path)
+    has_headers = Path(include, _HEADER).exists()
+    return (() if has_compiler else (_COMPILER,)) + (() if has_headers else (_HEADER,))
 
 
 def interprets(environment: "os._Environ[str] | dict[str, str]" = os.environ) -> bool:

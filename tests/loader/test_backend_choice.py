@@ -11,7 +11,7 @@ import pytest
 from headrace.backend import lower_program
 from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig
-from headrace.errors import MemoryLimitError, RequestError
+from headrace.errors import MemoryLimitError, RequestError, UnsupportedModelError
 from headrace.loader import backend_choice as choices
 from headrace.loader import memory
 from headrace.loader.backend_choice import choose_backend, with_backend
@@ -21,6 +21,7 @@ from headrace.loader.options import engine_config
 from headrace.model import trace_model
 from headrace.planner.gpu import Gpu, GpuHost
 from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
+from tests.tables import random_table
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 85_000_000_000, 132, (12, 8))
 READY = GpuHost(H100, torch_cuda="12.8")
@@ -133,6 +134,31 @@ def test_model_too_large_for_the_gpu_runs_on_the_cpu(
         )
 
 
+A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 85_000_000_000, 108, (12, 8))
+
+
+def test_gpu_without_fp8(on: Callable[..., None], checkpoint: Checkpoint) -> None:
+    """KV and weights in fp8 are refused by name; `auto` takes the CPU for weights in fp8."""
+    why = "NVIDIA A100-SXM4-80GB has compute capability 8.0, and fp8 needs 8.9"
+    name = next(name for name, tensor in checkpoint.tensors.items() if tensor.rows > 1)
+    matrix = checkpoint.tensors[name]
+    fp8 = random_table("e4m3", matrix.rows, matrix.cols, seed=0, name=name)
+    quantised = replace(checkpoint, tensors={**checkpoint.tensors, name: fp8})
+
+    on(replace(READY, gpu=A100))
+    cuda = engine_config({"backend": "cuda"})
+    with pytest.raises(RequestError, match=f"^kv_dtype 'fp8' is not supported: {why}; choose bf16"):
+        with_backend(replace(cuda, kv_dtype="fp8"), checkpoint)
+    with pytest.raises(UnsupportedModelError, match=f"^tensor '{name}' is fp8: {why}; choose"):
+        with_backend(cuda, quantised)
+    assert chosen(checkpoint) == chosen(checkpoint, kv_dtype="int8") == ("cuda", "")
+    backend, remark = chosen(quantised)
+    assert backend == "cpu" and why in remark
+
+    on(READY)
+    assert with_backend(replace(cuda, kv_dtype="fp8"), quantised).backend == "cuda"
+
+
 @pytest.mark.parametrize("backend", ["auto", "cuda"])
 def test_context_shrinks_to_the_memory_of_the_gpu(
     backend: str,
@@ -140,7 +166,7 @@ def test_context_shrinks_to_the_memory_of_the_gpu(
     checkpoint: Checkpoint,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A context of 2**20 tokens fits with 1,024 tokens of KV less only if it is shorter."""
+    """The model has a context of 2**20 tokens."""
     checkpoint = replace(checkpoint, spec=replace(checkpoint.spec, max_context=2**20))
     program = lower_program(
         "cuda", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors
@@ -148,15 +174,17 @@ def test_context_shrinks_to_the_memory_of_the_gpu(
     (group,) = program.kv_groups
     per_token = group.block_bytes("bf16", 64) // 64
 
-    def config(room: int, **options: Any) -> EngineConfig:
-        on(READY, free=10**9 + program.weight_bytes + room * per_token)
+    def config(tokens: int, **options: Any) -> EngineConfig:
+        on(READY, free=10**9 + program.weight_bytes + tokens * per_token)
         return with_backend(engine_config({"backend": backend, **options}), checkpoint)
 
     assert config(2**20).max_model_len == 0 and not caplog.records
-    for room in (2**20 - 1024, 5000, 1024):
-        fitting = config(room)
-        assert fitting.backend == "cuda" and fitting.max_model_len == room // 64 * 64
-        assert f"max_model_len is {room // 64 * 64:,}, because the GPU has no memory" in caplog.text
+    for tokens in (2**20 - 1024, 5000, 1024):
+        fitting = config(tokens)
+        assert fitting.backend == "cuda" and fitting.max_model_len == tokens // 64 * 64
+        assert (
+            f"max_model_len is {tokens // 64 * 64:,}, because the GPU has no memory" in caplog.text
+        )
         memory.fit_memory(
             fitting, checkpoint, program, choices.DraftCheckpoints(), fitting.max_model_len
         )

@@ -119,6 +119,12 @@ def test_missing_driver_library(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ({"torch_cuda": "12.9"}, ""),
         ({"interprets": True}, "TRITON_INTERPRET is set"),
+        (
+            {"absent_tools": ("gcc", "Python.h")},
+            "gcc and Python.h are missing, which Triton compiles its launcher with: "
+            "apt install gcc python3-dev",
+        ),
+        ({"absent_tools": ("Python.h",)}, "Python.h is missing"),
     ],
 )
 def test_gpu_obstacles(change: dict[str, Any], message: str) -> None:
@@ -129,8 +135,17 @@ def test_gpu_obstacles(change: dict[str, Any], message: str) -> None:
 def vars_of(host: GpuHost) -> dict[str, Any]:
     return {
         name: getattr(host, name)
-        for name in ("gpu", "no_gpu", "absent", "torch_cuda", "interprets")
+        for name in ("gpu", "no_gpu", "absent", "torch_cuda", "interprets", "absent_tools")
     }
+
+
+def test_tools_of_the_kernel_compiler(tmp_path: Path) -> None:
+    """Triton takes $CC, or else gcc or clang of the path."""
+    assert gpu.absent_tools({"PATH": str(tmp_path)}, str(tmp_path)) == ("gcc", "Python.h")
+    (tmp_path / "Python.h").touch()
+    assert gpu.absent_tools({"CC": "cc", "PATH": ""}, str(tmp_path)) == ()
+    (tmp_path / "clang").touch(mode=0o755)
+    assert gpu.absent_tools({"PATH": str(tmp_path)}, str(tmp_path)) == ()
 
 
 @pytest.mark.parametrize(

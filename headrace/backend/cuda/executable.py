@@ -13,14 +13,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.backend import HostBlocks, expert_table, host_block_counts
+from headrace.backend import HostBlocks, host_block_counts
 from headrace.backend.cuda.adapters import Adapters
 from headrace.backend.cuda.device import DEVICE
+from headrace.backend.cuda.expert_loads import ExpertLoads
 from headrace.backend.cuda.host_blocks import CudaHostBlocks
 from headrace.backend.cuda.kv_store import KvStore
 from headrace.backend.cuda.launch import Launch
 from headrace.backend.cuda.lowering import Lowering
-from headrace.backend.cuda.memory import within_memory
+from headrace.backend.cuda.memory import device_errors
 from headrace.backend.cuda.plain_samples import PlainStep
 from headrace.backend.cuda.progress import with_progress
 from headrace.backend.cuda.sampling import DeviceSampler, SampleStep
@@ -136,11 +137,9 @@ class CudaExecutable:
         self._num_launches = 0
         self._slots = Slots(self._in_flight)
         experts = [op for op in program.ops if isinstance(op, moe.Experts)]
-        self._loads = {
-            op.out.id: torch.zeros(len(op.gate), dtype=torch.int64, device=DEVICE) for op in experts
-        }
+        self._loads = ExpertLoads(experts, self._stream)
 
-    @within_memory
+    @device_errors
     def attach(
         self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None
     ) -> "CudaExecutable":
@@ -151,7 +150,7 @@ class CudaExecutable:
         other._set_program(program)
         return other
 
-    @within_memory
+    @device_errors
     def launch(
         self,
         batch: RaggedBatch,
@@ -267,7 +266,7 @@ class CudaExecutable:
             workspace=self._workspace,
             step=step,
             adapters=adapters,
-            loads=self._loads,
+            loads=self._loads.of_op,
             packed=self._packed,
         )
         names: list[str] = []
@@ -276,7 +275,7 @@ class CudaExecutable:
             names += [op.name] * (len(lowering.launches) - len(names))
         return Plan(step=step, launches=lowering.launches, names=names, value=value, sampling={})
 
-    @within_memory
+    @device_errors
     def prepare(self, max_rows: int, max_logit_rows: int) -> None:
         """Allocate memory for the largest steps. Capture graphs for steps whose rows all
         have logits.
@@ -434,7 +433,7 @@ class CudaExecutable:
         samples_on_host = any(not isinstance(op, Pool) for op in host_ops)
         return CudaTicket(mark, read, self._in_flight, samples_on_host)
 
-    @within_memory
+    @device_errors
     def profile(self, batch: RaggedBatch) -> StepTimes:
         start = time.perf_counter()
         sampling = self._sampler.begin([])
@@ -449,12 +448,13 @@ class CudaExecutable:
         return StepTimes(prepared + sum(op_seconds.values()), op_seconds, 0)
 
     def expert_loads(self) -> NDArray[np.int64]:
-        table = expert_table([loads.tolist() for loads in self._loads.values()])
+        is_idle = not self._in_flight
+        table = self._loads.table(is_idle)
         for variant in self._variants.values():
-            table = table + variant.expert_loads()
+            table = table + variant._loads.table(is_idle)
         return table
 
-    @within_memory
+    @device_errors
     def add_adapter(self, adapter: Adapter) -> int:
         """Raises UnsupportedModelError for a weight that the model does not use."""
         low_rank = low_rank_part(adapter)
@@ -482,12 +482,12 @@ class CudaExecutable:
         self._adapters.remove(number)
         self._variants.pop(number, None)
 
-    @within_memory
+    @device_errors
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
         self._stream.catch_up()
         self._stores[group].move_slots(source, target)
 
-    @within_memory
+    @device_errors
     def host_blocks(self, num_bytes: int) -> HostBlocks | None:
         counts = host_block_counts(
             num_bytes, [(store.num_blocks, store.block_bytes) for store in self._stores]

@@ -13,7 +13,7 @@ from headrace.backend.cuda.step_attention import num_partials
 from headrace.backend.cuda.step_shape import StepShape, prefill
 from headrace.backend.cuda.workspace import Buffers
 from headrace.backend_traits import KvDtype
-from headrace.errors import MemoryLimitError, RequestError
+from headrace.errors import DeviceLostError, MemoryLimitError, RequestError
 from headrace.program import moe, ops
 from headrace.program.trace import Program
 
@@ -83,19 +83,53 @@ def _partial_numbers(program: Program, kv_dtype: KvDtype, shape: StepShape) -> i
     return max_numbers
 
 
-def within_memory(method: Callable[Concatenate[_S, _P], _T]) -> Callable[Concatenate[_S, _P], _T]:
-    """Decorate a method to free torch's cache and raise MemoryLimitError if memory runs out."""
+def device_errors(method: Callable[Concatenate[_S, _P], _T]) -> Callable[Concatenate[_S, _P], _T]:
+    """Decorate a method to raise errors of the GPU as errors of our own.
+
+    If memory runs out, torch's cache is freed, and MemoryLimitError raised. If the GPU refuses
+    all further work, DeviceLostError is raised.
+    """
 
     @wraps(method)
     def wrapper(self: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         try:
             return method(self, *args, **kwargs)
-        except torch.OutOfMemoryError as error:
-            reason = str(error).partition(". ")[0]
+        except RuntimeError as error:
+            reason, is_full = _first_line(error), _is_out_of_memory(error)
+            if not is_full and not is_lost():
+                raise
         # Raise after the handler, which still holds the frames of the method and their tensors.
-        raise MemoryLimitError(f"the GPU is out of memory: {reason}; {release_cache()}")
+        if is_full:
+            reason = reason.partition(". ")[0]
+            raise MemoryLimitError(f"the GPU is out of memory: {reason}; {release_cache()}")
+        raise DeviceLostError(f"the GPU failed, and a new process must start: {reason}")
 
     return wrapper
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out: in torch, or in the driver as it loads a kernel or pins memory."""
+    is_of_driver = isinstance(error, torch.AcceleratorError) or "Triton Error" in str(error)
+    return isinstance(error, torch.OutOfMemoryError) or (
+        is_of_driver and "out of memory" in str(error)
+    )
+
+
+def is_lost() -> bool:
+    """Whether the GPU has failed for this process: after an illegal access or an error of its
+    memory, each call fails.
+    """
+    if is_interpreting():
+        return False
+    try:
+        torch.cuda.synchronize(DEVICE)
+    except RuntimeError:
+        return True
+    return False
 
 
 def release_cache() -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from headrace.backend.cuda.memory import device_errors
 from headrace.backend.cuda.step_input import StepInput
 from headrace.backend.cuda.stream import Mark, host_tensor
 from headrace.batch import Ints
@@ -100,9 +101,11 @@ class CudaTicket:
         in_flight.append(self)
 
     @property
+    @device_errors
     def ready(self) -> bool:
         return self._result is not None or self._mark.query()
 
+    @device_errors
     def wait(self) -> StepResult:
         while self._result is None:
             first = self._in_flight[0]

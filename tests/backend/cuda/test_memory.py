@@ -13,9 +13,11 @@ from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.step_shape import StepShape
 from headrace.config import KvConfig
 from headrace.engine.engine import Engine
-from headrace.errors import MemoryLimitError
+from headrace.engine.thread import EngineThread, Inbox
+from headrace.errors import ClosedError, MemoryLimitError
 from headrace.logit_ops import SampleOp
 from headrace.model import trace_model
+from headrace.sampling_params import SamplingParams
 from tests.backend.cuda.sampling_steps import Steps
 from tests.backend.cuda.test_engine import (
     EXPERTS,
@@ -109,6 +111,57 @@ def test_only_the_failing_request_ends() -> None:
     ]
     again = run_all(engine, [REQUESTS[3]])[0]
     assert [o.token_ids for o in again.outputs] == [o.token_ids for o in expected[3].outputs]
+
+
+ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be"
+
+
+@pytest.mark.parametrize("stage", ["_send", "_run", "_receive"])
+def test_a_lost_gpu_ends_the_engine(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request is computed again, and callers read why."""
+    monkeypatch.setattr(memory, "is_lost", lambda: True)
+    engine, _ = late_engine(LLAMA, prepared=False, multi_step_ms=0)
+    failing(engine, stage, {2}, torch.AcceleratorError(ILLEGAL))
+    thread, inbox = EngineThread(engine), Inbox()
+    thread.add([engine.check([1, 2, 3], SamplingParams(max_tokens=5))], ["a"], inbox)
+    with pytest.raises(ClosedError, match="the GPU failed, and a new process must start: CUDA err"):
+        while not inbox.get().result:
+            pass
+    assert thread.closed and engine.stats().failed_steps == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+)
+def test_memory_of_the_driver_may_run_out(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that does not fit ends its request alone."""
+    monkeypatch.setattr(memory, "is_lost", lambda: True)
+    engine, _ = late_engine(LLAMA, prepared=False, multi_step_ms=0)
+    failing(engine, "_run", {1, 2}, error)
+    failed = run_all(engine, [REQUESTS[0]])[0]
+    assert isinstance(failed.error, MemoryLimitError)
+    assert str(failed.error).startswith(f"the GPU is out of memory: {str(error).splitlines()[0]};")
+    assert run_all(engine, [REQUESTS[0]])[0].error is None
+
+
+def test_expert_loads_do_not_wait_for_the_device() -> None:
+    engine, stream = late_engine(EXPERTS, prepared=False, multi_step_ms=0)
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=6, ignore_eos=True))
+    seen = []
+    while engine.has_work:
+        engine.step()
+        waiting = len(stream._waiting)
+        seen.append(int(np.sum(engine.stats().expert_loads)))
+        assert len(stream._waiting) in (waiting, waiting + 1)  # with a copy
+    total = int(np.sum(engine.stats().expert_loads))
+    assert seen == sorted(seen) and 0 < seen[-1] <= total
+    assert sum(engine.stats().expert_loads[0]) == 2 * (3 + 5)  # two experts of each row
 
 
 def test_memory_error_of_weights_and_kv(monkeypatch: pytest.MonkeyPatch) -> None:

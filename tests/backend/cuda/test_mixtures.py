@@ -269,7 +269,7 @@ class Decoding:
 def test_results_are_the_same_whenever_launches_are_read(
     stream: Stream, turns: list[Turn], speed: float, seed: int
 ) -> None:
-    """A launch takes its tokens from the last one, whoever samples them, host or device."""
+    """A launch takes its tokens from the last one, sampled by the host or by the device."""
     expected = Decoding(executable(HOST, False)).results(turns, reads_at_once=True)
     LATE.speed, LATE.random = speed, Random(seed)
     results = Decoding(executable(stream, False)).results(turns, reads_at_once=False)
