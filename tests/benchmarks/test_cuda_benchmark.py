@@ -9,7 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-CUDA = Path(__file__).parents[2] / "benchmarks/cuda"
+import pytest
+
+from tests.backend.cuda.examples import examples
+
+ROOT = Path(__file__).parents[2]
+CUDA = ROOT / "benchmarks/cuda"
 
 
 def run(program: Path, out: Path, *words: str) -> tuple[dict[str, Any], str]:
@@ -86,3 +91,22 @@ def test_a_check_that_raises_has_failed_and_the_others_go_on(tmp_path: Path) -> 
         "products: Q4_1, bfloat16": "ValueError: too large",
     }
     assert any("e4m3" in check["check"] for check in checks) and len(checks) > 20
+
+
+def test_the_page_has_the_figures_of_the_result_files() -> None:
+    made = subprocess.run(
+        [sys.executable, str(CUDA / "report.py")], capture_output=True, text=True, check=True
+    ).stdout
+    page = (ROOT / "docs/internals/gpu.md").read_text()
+    assert page.partition("<!-- figures -->\n")[2].partition("<!-- end of figures -->\n")[0] == made
+
+
+@pytest.mark.skipif(examples(1) == 1, reason="compiles whole programs: make test-triton")
+def test_predictions_of_an_h100(tmp_path: Path) -> None:
+    out = tmp_path / "paper.json"
+    environment = os.environ | {"TRITON_CACHE_DIR": str(ROOT / "build/triton")}
+    command = [sys.executable, str(CUDA / "paper.py"), "--kernels", "--out", str(out)]
+    subprocess.run(command, env=environment, check=True)
+    shares = {name: value for name, value in json.loads(out.read_text())["paper"].items()}
+    assert all(0 < value < 1 for name, value in shares.items() if "share" in name or "KV" in name)
+    assert len(shares) == 12

@@ -17,12 +17,12 @@ class Architecture(NamedTuple):
     @property
     def has_fp8(self) -> bool:
         """Whether the GPU converts fp8 (e4m3)."""
-        return self.capability >= (8, 9)
+        return self.has_ptx and self.capability >= (8, 9)
 
     @property
     def has_wgmma(self) -> bool:
         """Whether 4 warps multiply together, with an operand in shared memory (Hopper)."""
-        return self.capability[0] == 9
+        return self.has_ptx and self.capability[0] == 9
 
 
 A100 = Architecture((8, 0), 108, 163 << 10)

@@ -164,5 +164,6 @@ def make_stream() -> Stream:
 
 
 def host_tensor(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Pinned host memory, which a device copies asynchronously."""
-    return torch.zeros(size, dtype=dtype, pin_memory=not is_interpreting())
+    """Pinned host memory, which a device copies asynchronously; plain memory without a GPU."""
+    is_pinned = not is_interpreting() and torch.cuda.is_available()
+    return torch.zeros(size, dtype=dtype, pin_memory=is_pinned)

@@ -1,12 +1,13 @@
-"""Compiles the launches of whole programs for an H100, on a machine that needs no GPU: nothing is
+"""Compiles the launches of whole programs for GPUs, on a machine that needs none: nothing is
 launched, and tensors have no memory.
 
     TRITON_INTERPRET=0 python -m tests.backend.cuda.compiling                  a few programs
     TRITON_INTERPRET=0 python -m tests.backend.cuda.compiling --all            all of them
-    TRITON_INTERPRET=0 python -m tests.backend.cuda.compiling 8b-BF16 --rows 1 16
+    TRITON_INTERPRET=0 python -m tests.backend.cuda.compiling 8b-BF16 --rows 1 16 --chips sm_80
+    TRITON_INTERPRET=0 python -m tests.backend.cuda.compiling --table
 
 Prints a line of JSON for each kernel as it is compiled: its program, rows, constants, what it needs
-and which instructions it has.
+and which instructions it has. `--table` writes the table of docs/internals/gpu.md instead.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +27,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from headrace.backend.cuda import CudaExecutable
-from headrace.backend.cuda.architecture import H100, set_architecture
+from headrace.backend.cuda.architecture import (
+    A100,
+    B200,
+    H100,
+    L4,
+    RTX_5090,
+    Architecture,
+    set_architecture,
+)
 from headrace.backend.cuda.launch import Launch
 from headrace.backend.cuda.sampling_layout import SampleLayout
 from headrace.backend.cuda.step_shape import StepShape
@@ -37,6 +47,8 @@ from headrace.program.fuse import fuse
 from tests.backend.cuda.hollow import SPECS, hollow_tensors, make_weights_in_place
 
 META = torch.device("meta")
+CHIPS = {"sm_80": A100, "sm_89": L4, "sm_90": H100, "sm_100": B200, "sm_120": RTX_5090}
+ROWS = (1, 16, 64, 512, 2048)
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -46,9 +58,14 @@ class Case(NamedTuple):
     spec: str
     format: str
     kv: KvDtype = "bf16"
-    rows: tuple[int, ...] = (1, 16, 64, 512)
+    rows: tuple[int, ...] = ROWS
     experts: str = ""
     activations: torch.dtype = torch.bfloat16
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether weights or KV are fp8, which older GPUs refuse."""
+        return "e4m3" in self.format or self.kv == "fp8"
 
     @property
     def name(self) -> str:
@@ -61,15 +78,29 @@ class Case(NamedTuple):
 
 
 FEW = [Case("8b", "BF16", rows=(1, 512)), Case("8b", "Q4_0", "int8", rows=(1,))]
-ALL = [
+ON_ALL_CHIPS = [
     Case("8b", "BF16"),
     Case("8b", "Q8_0", "int8"),
     Case("8b", "Q4_0", "fp8"),
+    Case("1b", "e4m3", rows=(1, 128)),
+]
+ALL = [
+    *ON_ALL_CHIPS,
     Case("135m", "BF16"),
     *(Case("1b", name) for name in ("BF16", "Q8_0", "Q4_0")),
     *(
         Case("1b", name, rows=(1, 512))
-        for name in ("Q4_1", "Q4_K", "Q6_K", "F16", "I8_ROW", "I8_MIXED", "NVFP4", "IQ4_NL")
+        for name in (
+            "Q4_1",
+            "Q4_K",
+            "Q6_K",
+            "F16",
+            "I8_ROW",
+            "I8_MIXED",
+            "NVFP4",
+            "IQ4_NL",
+            "e5m2-row",
+        )
     ),
     Case("1b", "F32", "f32", activations=torch.float32),
     Case("biased", "BF16", "f16", rows=(1, 512)),
@@ -82,19 +113,21 @@ ALL = [
 
 
 class Driver(triton.backends.driver.DriverBase):  # type: ignore[misc]
-    """Stands for an H100."""
+    """Stands for a GPU. Triton keeps kernels by device, so each chip is a device of its own."""
 
-    def __init__(self) -> None: ...
+    def __init__(self, gpu: Architecture) -> None:
+        self._gpu = gpu
 
     @classmethod
     def is_active(cls) -> bool:
         return True
 
     def get_current_target(self) -> Any:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.get_current_device(), 32)
 
     def get_current_device(self) -> int:
-        return 0
+        major, minor = self._gpu.capability
+        return 10 * major + minor
 
     def get_current_stream(self, device: int = 0) -> int:
         return 0
@@ -108,19 +141,19 @@ class Driver(triton.backends.driver.DriverBase):  # type: ignore[misc]
     def get_benchmarker(self) -> Any: ...
 
 
-def pretend() -> None:
-    """Give later tensors no memory, and let Triton compile for an H100."""
+def pretend(gpu: Architecture) -> None:
+    """Give later tensors no memory, and let Triton compile for a GPU."""
     for name, module in list(sys.modules.items()):
         if name.startswith("headrace.backend.cuda") and hasattr(module, "DEVICE"):
             setattr(module, "DEVICE", META)  # noqa: B010
-    set_architecture(H100)
-    triton.runtime.driver.set_active(Driver())
+    set_architecture(gpu)
+    triton.runtime.driver.set_active(Driver(gpu))
     make_weights_in_place(META)
 
 
-def executable_of(case: Case) -> CudaExecutable:
+def executable_of(case: Case, layers: int = 2) -> CudaExecutable:
     """The program of a case, with its first layers, which include every kind of layer."""
-    spec = SPECS[case.spec].first_layers(2)
+    spec = SPECS[case.spec].first_layers(min(layers, SPECS[case.spec].num_layers))
     if spec.experts and case.spec == "latent":
         spec = replace(spec, experts=replace(spec.experts, num_experts=8))
     tensors = hollow_tensors(spec, case.format, case.experts)
@@ -202,15 +235,19 @@ def compile_launch(launch: Launch) -> dict[str, Any]:
     counts = {name: len(re.findall(pattern, code)) for name, pattern in INSTRUCTIONS.items()}
     return {
         "shared": kernel.metadata.shared,
+        "warps": kernel.metadata.num_warps,
+        "stages": kernel.metadata.num_stages,
         **found,
         "instructions": {name: n for name, n in counts.items() if n},
-        "loop": _loop(code),
+        "loop": main_loop(code),
+        "dots": dots(kernel.asm["ttgir"]),
+        "prefetched": prefetched(kernel.asm["ttgir"]),
     }
 
 
-def _loop(code: str) -> dict[str, int]:
-    """Instructions of the longest innermost loop on tensor cores, and the number that
-    move spilled registers.
+def main_loop(code: str) -> dict[str, int]:
+    """Instructions of the longest innermost loop on tensor cores, or of the longest one without
+    them, and the number that move spilled registers.
     """
     instructions, labels, loops = list[str](), dict[str, int](), list[tuple[int, int]]()
     for line in code.splitlines():
@@ -218,15 +255,20 @@ def _loop(code: str) -> dict[str, int]:
             labels[label[1]] = len(instructions)
         elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
             instructions.append(instruction[1])
-    multiplies = re.compile(f"{INSTRUCTIONS['mma']}|{INSTRUCTIONS['wgmma']}").search
     for last, instruction in enumerate(instructions):
         target = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", instruction)
         first = labels.get(target[1], last + 1) if target else last + 1
-        if any(map(multiplies, instructions[first : last + 1])) and not any(
-            first <= inner for inner, _ in loops
-        ):
+        if first < last and not any(first <= inner for inner, _ in loops):
             loops.append((first, last))
-    first, last = max(loops, key=lambda loop: loop[1] - loop[0], default=(0, -1))
+    multiplies = re.compile(f"{INSTRUCTIONS['mma']}|{INSTRUCTIONS['wgmma']}").search
+    first, last = max(
+        loops,
+        key=lambda loop: (
+            any(map(multiplies, instructions[loop[0] : loop[1] + 1])),
+            loop[1] - loop[0],
+        ),
+        default=(0, -1),
+    )
     body = instructions[first : last + 1]
     return {
         "instructions": len(body),
@@ -234,10 +276,114 @@ def _loop(code: str) -> dict[str, int]:
     }
 
 
+_DOT = re.compile(
+    r"(tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma) .* : "
+    r"(?:tensor|!ttg\.memdesc)<\w+x(\w+?)[,>](.*)"
+)
+_BITS = {"bf16": 16, "f16": 16, "f32": 32, "i8": 8, "f8E4M3FN": 8, "f8E5M2": 8}
+
+
+def dots(ttgir: str) -> list[str]:
+    """Kinds of products on tensor cores, each with the order of the columns that one instruction
+    sums.
+
+    Columns are in order if they come from shared memory, or if a register holds neighbours alone:
+    a thread with `kWidth` numbers of 16 bits has kWidth / 2 registers, each for another
+    instruction.
+    """
+    found = set()
+    for name, kind, rest in _DOT.findall(ttgir):
+        width = re.search(r"kWidth = (\d+)", rest)
+        is_wide = name == "tt.dot" and width and int(width[1]) * _BITS[kind] > 32
+        order = f"by {int(width[1]) * _BITS[kind] // 32}" if width and is_wide else "in order"
+        found.add(f"{name.rpartition('.')[2]} {kind} {order}")
+    return sorted(found)
+
+
+def prefetched(ttgir: str) -> int:
+    """Groups of asynchronous loads that are under way while a loop works on earlier ones."""
+    return max(map(int, re.findall(r"ttg\.async_wait .*num = (\d+)", ttgir)), default=0)
+
+
+def loop_weights(launch: Launch) -> int:
+    """Weights that a program multiplies in a round of its loop; 0: the kernel has no weights."""
+    constants = launch.constants
+    if "BLOCK_N" not in constants:
+        return 0
+    form = constants.get("FORMAT")
+    if form is not None:
+        columns = int(form.tile)
+    else:
+        columns = constants["PART"] * (4 if constants["STORE"] == "int4" else 1)
+    return int(constants["BLOCK_N"]) * columns
+
+
+def weight_of(launch: Launch) -> str:
+    """How the kernel multiplies its weight: the same in launches that must have the same bits."""
+    constants = launch.constants
+    if "BLOCK_N" not in constants:
+        return ""
+    names = ("FORMAT", "STORE", "SCALE", "ZERO", "LOOKUP", "COMPUTE", "PRECISION", "OUTLIERS")
+    return str([constants[name] for name in names if name in constants])
+
+
+def bytes_in_flight(kernel: dict[str, Any], gpu: Architecture, programs: int) -> int:
+    """Bytes that all programs of a multiprocessor wait for, if each fills its pipeline."""
+    shared, stages = kernel["shared"], kernel["stages"]
+    if stages < 2 or not shared:
+        return 0
+    return resident(kernel, gpu, programs) * shared * (stages - 1) // stages
+
+
+def resident(kernel: dict[str, Any], gpu: Architecture, programs: int) -> int:
+    """Programs of a launch that a multiprocessor runs at once."""
+    return max(
+        1,
+        min(
+            (gpu.shared_bytes + 1024) // (kernel["shared"] + 1024),
+            65_536 // (32 * kernel["warps"] * max(1, kernel["reg"])),
+            64 // kernel["warps"],
+            -(-programs // gpu.multiprocessors),
+        ),
+    )
+
+
 def _output(tool: str, *words: str) -> str:
     return subprocess.run(
         [str(BINARIES / tool), *words], capture_output=True, text=True, check=True
     ).stdout
+
+
+def lines_of(
+    cases: list[Case], chips: list[str], names: tuple[str, ...] = ("",)
+) -> Iterator[dict[str, Any]]:
+    """Compile each distinct kernel once for each chip; `names`: those whose names begin so."""
+    for chip in chips:
+        gpu, seen = CHIPS[chip], set[str]()
+        pretend(gpu)
+        for case in (one for one in cases if gpu.has_fp8 or not one.has_fp8):
+            for rows, launch in launches_of(case):
+                if launch.name.startswith(names) and (kind := kind_of(launch)) not in seen:
+                    seen.add(kind)
+                    yield line_of(chip, case, rows, launch)
+
+
+def line_of(chip: str, case: Case, rows: int, launch: Launch) -> dict[str, Any]:
+    """Compile a kernel and describe it."""
+    gpu = CHIPS[chip]
+    constants = {
+        name: value if isinstance(value, int | float | bool) else str(value)
+        for name, value in launch.constants.items()
+    }
+    try:
+        needs = compile_launch(launch)
+        needs["loop"]["weights"] = loop_weights(launch)
+        needs["in_flight"] = bytes_in_flight(needs, gpu, prod(launch.grid))
+    except Exception as error:
+        needs = {"error": f"{type(error).__name__}: {error}"[-2000:]}
+    about = {"chip": chip, "case": case.name, "rows": rows, "kernel": launch.name}
+    about |= {"shared_limit": gpu.shared_bytes, "weight": weight_of(launch)}
+    return about | {"grid": launch.grid, **needs, "constants": constants}
 
 
 def main() -> None:
@@ -248,34 +394,26 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help=f"of {[case.name for case in ALL]}; none: a few")
     parser.add_argument("--all", action="store_true", help="all programs")
     parser.add_argument("--rows", type=int, nargs="+", help="rows of steps, in place of their own")
-    parser.add_argument("--kernel", default="", help="kernels whose names begin so alone")
+    parser.add_argument(
+        "--kernel", nargs="+", default=[""], help="kernels whose names begin so alone"
+    )
+    parser.add_argument(
+        "--chips", nargs="+", choices=CHIPS, default=["sm_90"], help="GPUs (default: sm_90)"
+    )
+    parser.add_argument("--table", action="store_true", help="write docs/internals/gpu.md")
     args = parser.parse_args()
     if unknown := set(args.names) - {case.name for case in ALL}:
         parser.error(f"there is no {', '.join(unknown)}")
-    pretend()
-    seen = set()
+    if args.table:
+        from tests.backend.cuda.chip_table import write
+
+        write()
+        return
     cases = ALL if args.all else [case for case in ALL if case.name in args.names] or FEW
-    for case in [case._replace(rows=tuple(args.rows)) for case in cases] if args.rows else cases:
-        for rows, launch in launches_of(case):
-            if launch.name.startswith(args.kernel) and (kind := kind_of(launch)) not in seen:
-                seen.add(kind)
-                constants = {
-                    name: value if isinstance(value, int | float | bool) else str(value)
-                    for name, value in launch.constants.items()
-                }
-                try:
-                    needs = compile_launch(launch)
-                except Exception as error:
-                    needs = {"error": f"{type(error).__name__}: {error}"[-2000:]}
-                line = {
-                    "case": case.name,
-                    "rows": rows,
-                    "kernel": launch.name,
-                    "grid": launch.grid,
-                    **needs,
-                    "constants": constants,
-                }
-                print(json.dumps(line), flush=True)
+    if args.rows:
+        cases = [case._replace(rows=tuple(args.rows)) for case in cases]
+    for line in lines_of(cases, args.chips, tuple(args.kernel)):
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":
