@@ -19,6 +19,8 @@ from headrace.kv.prefix import Hit
 MAX_PASSING_STEPS = 256
 """Max steps for which requests that pass another one hold it up."""
 
+_COUNTED_STEPS = 8
+"""Every such step stands for this many when the scheduler counts the steps of passing."""
 _MAX_CANDIDATES = 32
 """Waiting sequences of a step that may pass others."""
 _MAX_MATCHES = 4
@@ -249,14 +251,15 @@ class Scheduler(SequenceQueues):
         if seq.rank > self.running[-1].rank:  # the usual case
             return
         is_urgent = bool(self._preemption.candidates(seq, self.running))
-        passers = [
-            other for other in self.running if other.rank > seq.rank and other.since > seq.since
-        ]
+        passers: list[Sequence] = []
+        is_counted = self._num_steps % _COUNTED_STEPS == 0
+        if is_counted or seq.num_held_up >= MAX_PASSING_STEPS:
+            passers = [
+                other for other in self.running if other.rank > seq.rank and other.since > seq.since
+            ]
         if not is_urgent and not passers:
             return
         hit = self._match_prefix(seq)
-        if self._may_run(seq) and self._fits(seq, hit):
-            return
         max_width = self._config.max_seqs
         if not self.step_timer.allows_admission:
             max_width = min(max_width, sum(other.width for other in self.running))
@@ -265,7 +268,8 @@ class Scheduler(SequenceQueues):
             victims = self._preemption.choose_victims(seq, hit, self.running, max_width)
         if not victims and passers:
             victims = self._preemption.fewest_victims(seq, hit, self.running, passers, max_width)
-            seq.num_held_up += bool(victims)
+            if victims:
+                seq.num_held_up += _COUNTED_STEPS
             if seq.num_held_up < MAX_PASSING_STEPS:
                 return
         if any(victim.num_in_flight for victim in victims):
@@ -315,9 +319,8 @@ class Scheduler(SequenceQueues):
         first, *others = self.waiting[:_MAX_CANDIDATES]
         if first.request in self.suspects:
             return None
-        if (prompt is None or self._comes_before(first, prompt)) and (
-            hit := self._match_if_admissible(first)
-        ):
+        may_be_first = prompt is None or self._comes_before(first, prompt)
+        if may_be_first and (hit := self._match_if_admissible(first)):
             return first, hit
 
         # Compare lengths first, because this runs in every step with a full queue.
@@ -332,7 +335,7 @@ class Scheduler(SequenceQueues):
             and (prompt is None or self._comes_before(seq, prompt))
         )
         for number, seq in enumerate(islice(small, _MAX_MATCHES)):
-            if number == 0 and not self._may_be_passed(first):
+            if number == 0 and not self._may_be_passed(first, fits=not may_be_first):
                 return None
             if hit := self._match_if_admissible(seq):
                 return seq, hit
@@ -351,15 +354,15 @@ class Scheduler(SequenceQueues):
             return False
         return sum(seq.width for seq in self.running) < self._config.max_seqs
 
-    def _may_be_passed(self, first: Sequence) -> bool:
+    def _may_be_passed(self, first: Sequence, fits: bool) -> bool:
         """Whether the first waiting sequence waits for rows only, or running sequences of a lower
-        rank keep it out.
+        rank keep it out by themselves.
 
-        If only later ones do, no further request passes.
+        If only later ones do, no further request passes. `fits` is False if it is known not to fit.
         """
         if not self._can_pass or first.num_held_up >= MAX_PASSING_STEPS:
             return False
-        if self._match_if_admissible(first):
+        if fits and self._match_if_admissible(first):
             return True
         place = bisect_left(self.running, first.rank, key=_RANK)
         before, after = self.running[:place], self.running[place:]

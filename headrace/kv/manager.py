@@ -167,14 +167,16 @@ class KvManager:
         running one, once the tables of `ended` sequences are freed.
         """
         for group, pool in enumerate(self.pools):
+            freed = pool.freed_blocks(tables[group] for tables in ended) if ended else ()
+            num_needed = pool.max_blocks(new) - pool.num_shared(hit[group], freed)
+            num_left = pool.num_available + len(freed) - num_needed - len(running)
+            if num_left < 0:
+                return False
             num_promised = sum(
                 max(0, pool.max_blocks(demand) - tables[group].num_held)
                 for tables, demand in running
             )
-            freed = pool.freed_blocks(tables[group] for tables in ended) if ended else ()
-            num_needed = pool.max_blocks(new) - pool.num_shared(hit[group], freed)
-            num_available = pool.num_available + len(freed)
-            if num_needed + num_promised + len(running) > num_available:
+            if num_promised > num_left:
                 return False
         return True
 
