@@ -390,7 +390,7 @@ class TestDependencies:
             word
             for row in cells
             for cell in row.split("|")[:2]
-            for word in re.findall(r"[\w-]+", cell)
+            for word in re.findall(r"[\w.-]+", cell)
         }
         assert not set(listed) - explained
 

@@ -1,10 +1,10 @@
 """Run the requests of a file, in OpenAI's batch format.
 
 IN has a request on each line: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",
-"body": {"messages": [...]}}. /v1/completions, /v1/embeddings and /v1/responses work as well. OUT
-gets a line with the same custom_id for each response, in order of completion. The same command
-resumes an interrupted batch: it skips requests that have a line in OUT, and the others get the
-responses of an uninterrupted run. One command at a time may use an OUT.
+"body": {"messages": [...]}}. /v1/completions, /v1/embeddings, /v1/messages and /v1/responses work
+as well. OUT gets a line with the same custom_id for each response, in order of completion. The same
+command resumes an interrupted batch: it skips requests that have a line in OUT, and the others get
+the responses of an uninterrupted run. One command at a time may use an OUT.
 """
 
 import argparse

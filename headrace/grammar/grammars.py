@@ -158,7 +158,7 @@ class Grammars:
         if outputs.tool_schemas:
             return f"{name} cannot be compiled together; send fewer tools, or simpler parameters"
         if not message:
-            return f"{name} cannot be compiled with reasoning before it; simplify it"
+            return f"{name} cannot be compiled with the reasoning and the tools; simplify it"
         return f"{name} cannot be compiled: {_shortened(message)}"
 
     def _wrong_schema(

@@ -29,7 +29,13 @@ from headrace.server.settings import Settings
 from headrace.server.startup import start_server
 from headrace.server.state import ServerState
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+URLS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/messages",
+    "/v1/responses",
+)
 _REQUESTS_PER_SEQUENCE = 2
 """Some requests are tokenized while others generate."""
 _MAX_TRIES = 3

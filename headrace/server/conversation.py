@@ -161,8 +161,9 @@ async def generate(
         if grammar := _tool_call_grammar(state, conversation, tools, choice, reasoning):
             params = replace(params, structured_outputs=grammar)
         elif params.structured_outputs is not None:
-            envelope = answer_envelope(output_format, reasoning, state.control_tokens)
-            restricted = replace(params.structured_outputs, envelope=envelope)
+            restricted = _restricted_answer(
+                state, conversation, callable_tools, params.structured_outputs, reasoning
+            )
             params = replace(params, structured_outputs=restricted)
         if params.stop:
             markers = output_format.reasoning_markers(has_begun=reasoning == "begun")
@@ -345,6 +346,33 @@ def _tool_call_grammar(
             field="tools",
             tool_schemas=[(tool.field, json.dumps(tool.parameters)) for tool in enforced],
         )
+
+
+def _restricted_answer(
+    state: ServerState,
+    conversation: Conversation,
+    tools: Sequence[Tool],
+    answer: StructuredOutputs,
+    reasoning: ReasoningState,
+) -> StructuredOutputs:
+    """Let reasoning precede the answer, and calls of tools that it need not make replace it."""
+    lenient = [replace(tool, parameters=_lenient_parameters(tool)) for tool in tools]
+    envelope = answer_envelope(
+        state.output_format,
+        reasoning,
+        state.control_tokens,
+        lenient,
+        parallel=conversation.parallel_tool_calls,
+    )
+    return replace(answer, envelope=envelope)
+
+
+def _lenient_parameters(tool: Tool) -> Mapping[str, Any]:
+    """What a grammar enforces of a schema; the model may call the tool, but need not."""
+    try:
+        return enforceable(tool.parameters, tool.field, strict=False).schema
+    except RequestError:
+        return {"type": "object"}
 
 
 def _enforceable_tools(

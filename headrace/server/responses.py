@@ -14,6 +14,7 @@ from headrace.server.response_format import response_format
 from headrace.server.response_items import ResponseItems
 from headrace.server.responses_input import (
     chat_messages,
+    check_demanded,
     read_response_choice,
     read_response_tools,
 )
@@ -98,14 +99,16 @@ def _conversation(request: ResponsesRequest, params: SamplingParams) -> Conversa
     template_kwargs: dict[str, Any] = {}
     if (verbosity := (request.text or {}).get("verbosity")) is not None:
         template_kwargs["verbosity"] = verbosity
-    tools = read_response_tools(request.tools).values()
+    tools = read_response_tools(request.tools)
+    choice = read_response_choice(request.tool_choice)
+    check_demanded(tools, choice)
     return Conversation(
         model=request.model,
         messages=messages,
         places=places,
         params=params,
-        tools=[tool.chat_tool for tool in tools] or None,
-        tool_choice=read_response_choice(request.tool_choice),
+        tools=[tool.chat_tool for tool in tools.values()] or None,
+        tool_choice=choice,
         schema_field="parameters",
         parallel_tool_calls=request.parallel_tool_calls is not False,
         reasoning_effort=request.reasoning.effort if request.reasoning else None,

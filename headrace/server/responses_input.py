@@ -11,8 +11,10 @@ from typing import Any
 
 import msgspec
 
+from headrace.errors import RequestError
 from headrace.messages import note_mended, text_of_part
 from headrace.server.errors import invalid
+from headrace.server.lark_regex import lark_to_regex
 from headrace.server.openai_records import ContentPart
 from headrace.server.output_parsers.tools import NAME
 from headrace.server.responses_records import InputItem
@@ -44,6 +46,8 @@ class ResponseTool:
     is_custom: bool
     chat_tool: dict[str, Any]
     """The tool in the form of chat completions, with the name that the model reads."""
+    unbound: str = ""
+    """Why the grammar of a custom tool cannot bind its input; empty if it can."""
 
 
 def read_response_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, ResponseTool]:
@@ -78,9 +82,13 @@ def _add_tool(
     full_name = _full_name(name, namespace)
     if full_name in found:
         raise invalid(f"{field}.name {full_name!r} is already used by another tool", "tools")
-    function = _custom_function(tool) if kind == "custom" else _plain_function(tool)
+    unbound = ""
+    if kind == "custom":
+        function, unbound = _custom_function(tool, field)
+    else:
+        function = _plain_function(tool)
     chat_tool = {"type": "function", "function": {"name": full_name} | function}
-    found[full_name] = ResponseTool(name, namespace or None, kind == "custom", chat_tool)
+    found[full_name] = ResponseTool(name, namespace or None, kind == "custom", chat_tool, unbound)
 
 
 def _full_name(name: str, namespace: str | None) -> str:
@@ -91,8 +99,30 @@ def _plain_function(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tool[name] for name in _FUNCTION_FIELDS if name in tool}
 
 
-def _custom_function(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Stand for a custom tool, whose input is text, by a function with one argument."""
+def check_demanded(tools: Mapping[str, ResponseTool], choice: object) -> None:
+    """Raise ApiError if a call that the request demands cannot have the grammar of its tool."""
+    names = set(tools) if choice == "required" else set()
+    if isinstance(choice, Mapping):
+        allowed = choice.get("allowed_tools")
+        if not isinstance(allowed, Mapping):
+            names = {choice["function"]["name"]}
+        elif allowed["mode"] == "required":
+            names = {item["function"]["name"] for item in allowed["tools"]}
+    for name, tool in tools.items():
+        if name in names and tool.unbound:
+            raise invalid(
+                f"{tool.unbound}; change the grammar, or set tool_choice to auto, where no grammar "
+                "binds a call",
+                "tools",
+            )
+
+
+def _custom_function(tool: Mapping[str, Any], field: str) -> tuple[dict[str, Any], str]:
+    """Stand for a custom tool, whose input is text, by a function with one argument.
+
+    Returns the function, and why the tool's grammar cannot bind the argument.
+    """
+    unbound = ""
     description = str(tool.get("description") or "")
     text_format = tool.get("format")
     text: dict[str, Any] = {"type": "string"}
@@ -101,13 +131,18 @@ def _custom_function(tool: Mapping[str, Any]) -> dict[str, Any]:
         description += f"\nThe input follows this {syntax} grammar:\n{definition}"
         if syntax == "regex":
             text["pattern"] = f"^(?:{definition})$"
+        else:
+            try:
+                text["pattern"] = f"^{lark_to_regex(str(definition))}$"
+            except RequestError as error:
+                unbound = f"{field}.format.definition {error}"
     schema = {
         "type": "object",
         "properties": {_INPUT: text},
         "required": [_INPUT],
         "additionalProperties": False,
     }
-    return {"description": description.strip(), "parameters": schema}
+    return {"description": description.strip(), "parameters": schema}, unbound
 
 
 def custom_input(arguments: str) -> str:

@@ -37,8 +37,8 @@ def mend_surrogates(body: bytes) -> bytes | None:
             raise invalid(f"{name} is not valid Unicode: it has lone surrogates", name)
         note_mended(f"{name} has halves of surrogate pairs, which read as U+FFFD")
     # Halves that are encoded as bytes join to characters here.
-    joined = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return _ESCAPE.sub(_mended, joined.encode())
+    whole = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return _ESCAPE.sub(_mended, whole.encode())
 
 
 def _mended(escape: re.Match[bytes]) -> bytes:

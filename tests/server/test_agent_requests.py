@@ -1,5 +1,7 @@
 """Requests as coding agents send them: tools and items of all kinds, and histories with faults."""
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from headrace.checkpoint.templates import Renderer
 from headrace.prompts import PromptReader
 from headrace.server.anthropic_content import AnthropicChat
 from headrace.server.anthropic_records import MessagesRequest
+from headrace.server.lark_regex import lark_to_regex
 from headrace.server.responses_input import custom_input
 from tests.server.running import Reply, Running, until
 from tests.server.scripted_model import ScriptedModel
@@ -69,6 +72,93 @@ CHOICES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"type": "function_call", "name": "read"},
     ),
 }
+
+
+PATCH = """start: begin change+ end  // a patch
+begin: "*** Begin" LF
+end: "*** End" LF?
+change: add
+    | ("-" | "@@ ") /(.*)/ LF -> removed
+add: "+" WORD~1..2 "\\"" LF
+%import common.LF
+%import common.WORD
+"""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "custom", "name": "patch"}])
+def test_grammar_of_a_custom_tool_binds_demanded_calls(
+    server: Running, choice: Any, stream: bool
+) -> None:
+    definition = {"type": "grammar", "syntax": "lark", "definition": PATCH}
+    asked = {
+        "input": [USER],
+        **NO_THOUGHT,
+        "max_output_tokens": 400,
+        "seed": 1,
+        "tools": [CUSTOM | {"format": definition}],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "stream": stream,
+    }
+    reply = server.post("/v1/responses", asked)
+    last = named(reply)[-1][1]["response"] if stream else reply.json
+    (item,) = last["output"]
+    lines = item["input"].split("\n")
+    if item["status"] == "completed":  # else a long line has reached the limit of tokens
+        assert lines.pop() in ("", "*** End")
+        lines.remove("*** End") if "*** End" in lines else None
+    assert lines[0] == "*** Begin" and len(lines) > 1
+    assert all(re.match(r"\+[a-zA-Z]+\"?$|-|@@ |@?@?$|\+$", line) for line in lines[1:]), lines
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        ('start: "(" start ")" | "x"', "the rule start contains itself"),
+        ('start: "x"\n%ignore " "', "is not supported"),
+        ("start: other", "the rule other is missing"),
+    ],
+)
+def test_grammar_that_cannot_bind_a_demanded_call_is_refused(
+    server: Running, grammar: str, reason: str
+) -> None:
+    definition = {"type": "grammar", "syntax": "lark", "definition": grammar}
+    asked = {"tools": [FUNCTION, CUSTOM | {"format": definition}], "max_output_tokens": 2}
+    for choice in (
+        "required",
+        {"type": "custom", "name": "patch"},
+        {
+            "type": "allowed_tools",
+            "mode": "required",
+            "tools": [{"type": "custom", "name": "patch"}],
+        },
+    ):
+        reply = server.post("/v1/responses", {"input": "a", **asked, "tool_choice": choice})
+        assert (reply.status, reply.json["error"]["param"]) == (400, "tools")
+        assert "tools[1].format.definition is no regular" in reply.json["error"]["message"]
+        assert reason in reply.json["error"]["message"]
+    for choice in ("auto", {"type": "function", "name": "read"}):
+        respond(server, **asked, tool_choice=choice)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "texts", "others"),
+    [
+        ('start: "a"i ["b"] "c"~2..3\n', ["Acc", "abccc"], ["ac", "acccc", "bcc"]),
+        (
+            "?start: x | y\nx.2: /a\\/[0-9]+/ -> n\n!y: INT? LF\n"
+            "%import common.INT\n%import common.LF",
+            ["a/12", "5\n", "\n"],
+            ["a12", "5"],
+        ),
+        ('start: ("a" | "b")* "."', ["ab.", "."], ["a", "c."]),
+    ],
+)
+def test_lark_as_an_expression(grammar: str, texts: list[str], others: list[str]) -> None:
+    pattern = lark_to_regex(grammar)
+    assert all(re.fullmatch(pattern, text) for text in texts), pattern
+    assert not any(re.fullmatch(pattern, text) for text in others), pattern
 
 
 @pytest.mark.parametrize("kind", CHOICES)
@@ -443,7 +533,7 @@ AFTER_TEXT = f"Well.\n{WEATHER}\n{WEATHER}\n{WEATHER}"
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, ScriptedModel]]:
     path: Path = tmp_path_factory.mktemp("agents") / "scripted.gguf"
     template = "{{ messages[-1].content }}{# <tool_call> #}"
-    model = ScriptedModel(path, [AFTER_TEXT, REPEATED], template=template)
+    model = ScriptedModel(path, [AFTER_TEXT, REPEATED, '{"n": 3}'], template=template)
     running = Running(str(path), "--threads", "1", "--kv-blocks", "64")
     yield running, model
     assert running.stop() == 0
@@ -540,6 +630,64 @@ def test_a_repeated_call_ends_a_demanded_output(
     last = named(items)[-1][1]["response"] if stream else items.json
     assert [item["name"] for item in last["output"]] == list(names), last
     assert last["status"] == "completed"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("calls", [True, False])
+def test_a_format_allows_calls_in_auto_mode(
+    scripted: tuple[Running, ScriptedModel], stream: bool, calls: bool
+) -> None:
+    """The model calls the tool, or its text has the format."""
+    running, model = scripted
+    content = "x" * model.starts[1 if calls else 2]
+    length = len(WEATHER) + 2 if calls else 12
+    limits = {"temperature": 0, "stream": stream}
+    schema = {"type": "object", "properties": {"n": {"const": 3}}, "required": ["n"]}
+    text_format = {"type": "json_schema", "name": "n", "schema": schema}
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    function = {"name": "weather", "parameters": parameters}
+    messages = [USER | {"content": content}]
+    body = {
+        **limits,
+        "max_tokens": length,
+        "messages": messages,
+        "tools": [{"type": "function", "function": function}],
+        "parallel_tool_calls": False,
+        "response_format": {"type": "json_schema", "json_schema": text_format},
+    }
+    chat = running.post("/v1/chat/completions", body)
+    message = running.post(
+        "/v1/messages",
+        {
+            **limits,
+            "max_tokens": length,
+            "messages": messages,
+            "tools": [{"name": "weather", "input_schema": parameters}],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+            "output_config": {"format": {"type": "json_schema", "schema": schema}},
+        },
+    )
+    items = running.post(
+        "/v1/responses",
+        {
+            **limits,
+            "input": content,
+            "max_output_tokens": length,
+            "tools": [{"type": "function", **function}],
+            "parallel_tool_calls": False,
+            "text": {"format": text_format},
+        },
+    )
+    last = named(items)[-1][1]["response"] if stream else items.json
+    (item,) = last["output"]
+    if calls:
+        assert _calls_and_reason(chat, stream) == (['{"city": "Bern"}'], "tool_calls")
+        assert b'"stop_reason":"tool_use"' in message.body
+        assert (item["type"], item["arguments"]) == ("function_call", '{"city": "Bern"}')
+    else:
+        assert b"tool_call" not in chat.body and b"tool_use" not in message.body
+        assert b'"finish_reason":"stop"' in chat.body and b'"end_turn"' in message.body
+        assert json.loads(item["content"][0]["text"])["n"] == 3
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -72,6 +72,7 @@ def responses(path: Path) -> dict[str, Any]:
 def test_batch_routes_and_errors(model: str, llm: LLM, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hello"}]
     chat = {"messages": messages, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    message = {"messages": messages, "max_tokens": 5, "temperature": 0}
     requests = [
         request(0),
         {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": chat},
@@ -81,6 +82,8 @@ def test_batch_routes_and_errors(model: str, llm: LLM, tmp_path: Path) -> None:
             "url": "/v1/responses",
             "body": {"input": "hello", "max_output_tokens": 3},
         },
+        {"custom_id": "message", "url": "/v1/messages", "body": message},
+        {"custom_id": "bad", "url": "/v1/messages", "body": message | {"max_tokens": 0}},
         {"custom_id": "wrong", "url": "/v1/chat/completions", "body": chat | {"temperature": -1}},
         {"custom_id": "other", "url": "/v1/chat/completions", "body": chat | {"model": "other"}},
     ]
@@ -89,7 +92,7 @@ def test_batch_routes_and_errors(model: str, llm: LLM, tmp_path: Path) -> None:
     done = run(model, source, target)
     assert (
         done.returncode == 1
-        and "6 responses, 2 of them errors: " in done.stderr
+        and "8 responses, 3 of them errors: " in done.stderr
         and not done.stdout
     ), done.stderr
     found = responses(target)
@@ -98,12 +101,17 @@ def test_batch_routes_and_errors(model: str, llm: LLM, tmp_path: Path) -> None:
         for name, response in found.items()
         if response["status_code"] != 200
     } == {
+        "bad": 400,
         "wrong": 400,
         "other": 404,
     }
     assert found["wrong"]["body"]["error"]["param"] == "temperature"
     (expected,) = llm.chat(messages, SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))
     assert found["chat"]["body"]["choices"][0]["message"]["content"] == expected.outputs[0].text
+    assert found["message"]["body"]["content"] == [
+        {"type": "text", "text": expected.outputs[0].text}
+    ]
+    assert found["bad"]["body"]["type"] == "error"
     before = target.read_bytes()
     assert run(model, source, target).returncode == 0 and target.read_bytes() == before
 

@@ -10,12 +10,13 @@ import pytest
 from headrace.constraint import mask_words
 from headrace.engine.stops import AnswerFinder
 from headrace.grammar.grammars import Grammars
+from headrace.server.output_parsers.formats import TOOL_CALL_FORMATS
 from headrace.server.output_parsers.parser import OutputFormat
 from headrace.server.output_parsers.reasoning_formats import REASONING_FORMATS
 from headrace.server.output_parsers.tool_grammar import answer_envelope
 from headrace.structured_outputs import StructuredOutputs
-from tests.server.output_parsers.samples import deltas, style, summary
-from tests.server.output_parsers.test_tool_grammar import Bytes, control_tokens
+from tests.server.output_parsers.samples import TOOLS, deltas, style, summary
+from tests.server.output_parsers.test_tool_grammar import EXAMPLES, Bytes, control_tokens
 from tests.server.running import Running
 from tests.server.scripted_model import ScriptedModel
 from tests.server.test_messages_and_responses import named
@@ -317,6 +318,39 @@ def test_restricted_text_in_channels(with_control: bool) -> None:
         if result == "whole":
             found = summary(deltas(output_format.parser(), list(text)))
             assert found[-1] == ("content", ANSWER)
+
+
+@pytest.mark.parametrize("format_", TOOL_CALL_FORMATS)
+@pytest.mark.parametrize("thinks", [None, "think", "command"])
+@pytest.mark.parametrize("with_control", [False, True])
+def test_a_call_may_take_the_place_of_restricted_text(
+    format_: str, thinks: str | None, with_control: bool
+) -> None:
+    """In the mode `auto` the output is the restricted text, or calls."""
+    is_harmony = format_ == "harmony"
+    output_format = style(format_, None if is_harmony else thinks)
+    control = control_tokens(format_) if with_control else []
+    envelope = answer_envelope(output_format, "possible", Bytes(control).control, TOOLS)
+    outputs = StructuredOutputs(json=SCHEMA, envelope=envelope)
+    calls, answer = EXAMPLES[format_], ANSWER
+    thought = ""
+    if is_harmony:
+        answer = f"<|channel|>final<|message|>{ANSWER}"
+    elif thinks:
+        marks = REASONING_FORMATS[thinks]
+        thought = f"{marks.begin}Hm.{marks.end}\n"
+    for text, result in (
+        (calls, "whole"),
+        (answer, "whole"),
+        (thought + calls, "whole"),
+        (thought + answer, "whole"),
+        ("It is", "refused"),
+        (answer + calls, "refused"),
+        (calls.replace("get_weather", "other"), "refused"),
+    ):
+        assert verdict(outputs, text, control) == result, text
+    found = summary(deltas(output_format.parser(tools=TOOLS), list(calls)))
+    assert [kind for kind, *_ in found] == ["call"] * len(found)
 
 
 def test_an_error_names_the_restriction_and_not_the_envelope() -> None:

@@ -13,6 +13,11 @@ MAX_CALLS = 8
 class LarkGrammar(Lark):
     """A grammar under construction, of tool calls too. Its methods return expressions."""
 
+    has_answer = False
+    """Whether a restricted text may take the place of the calls. A call without an opener is then a
+    schema too: the lexer takes the longest literal, and would not see the start of other JSON.
+    """
+
     def repeated(self, expression: str, separator: str, parallel: bool) -> str:
         """Match the expression once, or up to `MAX_CALLS` times.
 

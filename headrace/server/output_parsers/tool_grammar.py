@@ -31,27 +31,39 @@ def tool_grammar(
 
 
 def answer_envelope(
-    output_format: OutputFormat, reasoning: ReasoningState, control_tokens: Mapping[str, int]
+    output_format: OutputFormat,
+    reasoning: ReasoningState,
+    control_tokens: Mapping[str, int],
+    tools: Sequence[Tool] = (),
+    *,
+    parallel: bool = True,
 ) -> str:
     """Return a Lark grammar of reasoning and the restricted text, which is `@answer` in it.
 
-    Empty if the output is the restricted text alone.
+    Calls of `tools` may take the place of the text. Empty if the output is the restricted text
+    alone.
     """
     lark = LarkGrammar(control_tokens)
     tool_call_format, reasoning_format = (
         output_format.tool_call_format,
         output_format.reasoning_format,
     )
+    lark.has_answer = True
+    calls = tool_call_format.grammar(lark, tools, parallel) if tool_call_format and tools else ""
     if tool_call_format and tool_call_format.envelope:
-        return lark.render(tool_call_format.envelope(lark, "@answer", reasoning))
-    if reasoning_format is None or (reasoning == "closed" and not reasoning_format.rest_begin):
-        return ""
-    answer = "@answer"
-    if reasoning_format.rest_begin:
+        answer = tool_call_format.envelope(lark, "@answer", reasoning)
+        return lark.render(lark.either(filter(None, (answer, calls))))
+    thought = _reasoning(lark, reasoning_format, reasoning)
+    answers = ["@answer"]
+    if reasoning_format and reasoning_format.rest_begin:
         begin, end = lark.text(reasoning_format.rest_begin), lark.text(reasoning_format.rest_end)
         space = lark.rule(_SPACE)
-        answer = f"(@answer | {begin} {space} @answer {space} {end})"
-    return lark.render(f"{_reasoning(lark, reasoning_format, reasoning)} {answer}")
+        answers.append(f"{begin} {space} @answer {space} {end}")
+    if calls:
+        answers.append(calls)
+    if not thought and len(answers) == 1:
+        return ""
+    return lark.render(f"{thought} ({' | '.join(answers)})")
 
 
 def _reasoning(

@@ -1,11 +1,15 @@
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from headrace.server.output_parsers.fenced_calls import ARGUMENTS, NAMES
 from headrace.server.output_parsers.lark import LarkGrammar
 from headrace.server.output_parsers.output_reader import OutputReader
 from headrace.server.output_parsers.text_reader import MalformedError, Steps
 from headrace.server.output_parsers.tools import Tool
+
+_SHARED = ("$defs", "definitions", "x-guidance")
+"""Keys of a schema that hold at its root alone."""
 
 
 def read_call(reader: OutputReader, known_only: bool = False) -> Steps[None]:
@@ -57,6 +61,8 @@ def call_grammar(
     name: str = "name",
     arguments: str = "arguments",
 ) -> str:
+    if lark.has_answer and not before:
+        return lark.either(lark.json(_schema(tool, name, arguments)) for tool in tools)
     return lark.either(
         f"{lark.text(before + _head(tool.name, name, arguments))} "
         f"{lark.json(tool.parameters)} {lark.text('}' + after)}"
@@ -77,6 +83,17 @@ def list_grammar(
     return (
         f"{lark.text(before + '[')} {lark.repeated(call, ', ', parallel)} {lark.text(']' + after)}"
     )
+
+
+def _schema(tool: Tool, name: str, arguments: str) -> Mapping[str, Any]:
+    shared = {key: tool.parameters[key] for key in _SHARED if key in tool.parameters}
+    return {
+        **shared,
+        "type": "object",
+        "properties": {name: {"const": tool.name}, arguments: tool.parameters},
+        "required": [name, arguments],
+        "additionalProperties": False,
+    }
 
 
 def _head(tool: str, name: str, arguments: str) -> str:
