@@ -8,7 +8,9 @@ Weights are random, and made on the GPU. Figures are medians (min-max).
 """
 
 import argparse
+import sys
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,15 +78,25 @@ def main() -> None:
             print(row_of_kernel(kernel), flush=True)
         results.write("figures", [one.as_json() for one in found])
 
+    failed = list[str]()
+
+    def add_all(name: str, figures: Iterable[Figure]) -> None:
+        try:
+            for figure in figures:
+                add(figure)
+        except Exception as error:  # other figures are still worth having
+            failed.append(f"{name}: {type(error).__name__}: {error}"[:400])
+            print(f"FAILS  {failed[-1]}", flush=True)
+        programs.forget()
+
     for spec in sizes.specs:
         for number in args.formats:
-            for figure in model_figures(spec, number, 1e9 * copied.value, sizes):
-                add(figure)
-            programs.forget()
-    for figure in long_contexts(1e9 * copied.value, sizes):
-        add(figure)
+            add_all(f"{spec} {number}", model_figures(spec, number, 1e9 * copied.value, sizes))
+    add_all("long contexts", long_contexts(1e9 * copied.value, sizes))
     print()
     print_table(["figure", "median (min-max)", "target"], [row_of(figure) for figure in found])
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ def cells_of(chip: str) -> dict[str, str]:
 
 def table() -> str:
     """The table in Markdown, with a column for each chip."""
-    by_chip = {chip: cells_of(chip) for chip in CHIPS}
-    lines = [["program: kernel, rows of the step", *CHIPS], ["---"] * (1 + len(CHIPS))]
+    by_chip = {chip: cells_of(chip) for chip, gpu in CHIPS.items() if gpu.has_ptx}
+    lines = [["program: kernel, rows of the step", *by_chip], ["---"] * (1 + len(by_chip))]
     names = dict.fromkeys(name for cells in by_chip.values() for name in cells)
     lines += [[name, *(cells.get(name, "refused") for cells in by_chip.values())] for name in names]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -47,7 +47,11 @@ from headrace.program.fuse import fuse
 from tests.backend.cuda.hollow import SPECS, hollow_tensors, make_weights_in_place
 
 META = torch.device("meta")
-CHIPS = {"sm_80": A100, "sm_89": L4, "sm_90": H100, "sm_100": B200, "sm_120": RTX_5090}
+MI300X = Architecture((9, 4), 304, 64 << 10, has_ptx=False)
+CHIPS = {
+    **{"sm_80": A100, "sm_89": L4, "sm_90": H100, "sm_100": B200, "sm_120": RTX_5090},
+    "gfx942": MI300X,
+}
 ROWS = (1, 16, 64, 512, 2048)
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 
@@ -123,6 +127,8 @@ class Driver(triton.backends.driver.DriverBase):  # type: ignore[misc]
         return True
 
     def get_current_target(self) -> Any:
+        if not self._gpu.has_ptx:
+            return GPUTarget("hip", "gfx942", 64)
         return GPUTarget("cuda", self.get_current_device(), 32)
 
     def get_current_device(self) -> int:
@@ -226,6 +232,12 @@ def compile_launch(launch: Launch) -> dict[str, Any]:
     kernel = launch.kernel.run(
         *launch.args, grid=launch.grid, warmup=True, **launch.constants, enable_fp_fusion=False
     )
+    about = {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps}
+    if "amdgcn" in kernel.asm:
+        counts = dict(re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", kernel.asm["amdgcn"]))
+        loop = {"instructions": 0, "local": int(counts["vgpr_spill_count"])}
+        empty = {"stages": 1, "stack": 0, "instructions": {}, "dots": []}
+        return about | empty | {"reg": int(counts["vgpr_count"]), "loop": loop}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -234,8 +246,7 @@ def compile_launch(launch: Launch) -> dict[str, Any]:
     found = {name.lower(): int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     counts = {name: len(re.findall(pattern, code)) for name, pattern in INSTRUCTIONS.items()}
     return {
-        "shared": kernel.metadata.shared,
-        "warps": kernel.metadata.num_warps,
+        **about,
         "stages": kernel.metadata.num_stages,
         **found,
         "instructions": {name: n for name, n in counts.items() if n},

@@ -34,7 +34,8 @@ def kernels() -> list[Kernel]:
     if examples(1) == 1:
         return compiled()
     others = compiled(*ON_ALL_CHIPS, *on("sm_80", "sm_89", "sm_100", "sm_120"))
-    return [*compiled("--all"), *others]
+    without_ptx = compiled("8b-BF16", "8b-Q8_0-int8", "--rows", "1", "64", *on("gfx942"))
+    return [*compiled("--all"), *others, *without_ptx]
 
 
 def on(*chips: str) -> list[str]:
@@ -61,8 +62,8 @@ def name_of(kernel: Kernel) -> str:
 
 
 def multiplies(kernel: Kernel) -> bool:
-    """Whether the kernel multiplies on tensor cores."""
-    weight = kernel["weight"]
+    """Whether the kernel multiplies on tensor cores, by instructions that have names here."""
+    weight = kernel["weight"] if kernel["chip"] not in ("sm_100", "gfx942") else ""
     is_bf16 = "compute='bf16'" in weight or kernel["constants"].get("COMPUTE") == "bf16"
     return bool(weight) and (is_bf16 or kernel["constants"].get("INT8", False))
 
