@@ -24,11 +24,12 @@ from results import Results
 from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.kernels.linear import linear
-from headrace.backend.cuda.kernels.tiles import Tile, tile_for
+from headrace.backend.cuda.kernels.tiles import Tile, splits_for, tile_for
 from headrace.backend.cuda.launch import Launch, blocks
 from headrace.backend.cuda.layout import layout_of
 from headrace.backend.cuda.packing import PackedWeight
 from headrace.backend.cuda.stream import make_stream
+from headrace.backend.cuda.workspace import Workspace
 from tests.backend.cuda.hollow import hollow_tensor, random_weight
 
 SHAPES = {
@@ -41,27 +42,23 @@ COLD_BYTES = 256 << 20
 ROWS = (1, 16, 32, 64, 128, 512, 2048)
 
 
-def others(chosen: Tile, layout_part: int) -> Iterator[Tile]:
-    """Alternatives to the chosen tile; some do not fit."""
-    heights = (
-        {chosen.block_m, max(16, chosen.block_m // 2)} if chosen.block_m > 64 else {chosen.block_m}
-    )
-    widths = {max(16, chosen.block_n // 2), chosen.block_n, 2 * chosen.block_n}
-    warps = (
-        {chosen.num_warps, 4, 8}
-        if chosen.block_m >= 64
-        else {max(1, chosen.num_warps // 2), chosen.num_warps, 2 * chosen.num_warps}
-    )
-    stages = {3, 4, 6, 8} if chosen.block_m < 64 else {3, 4, 5}
-    for block_m, block_n, part, num_warps, num_stages in product(
-        heights, widths, {chosen.part, layout_part}, warps, stages
+def others(chosen: Tile, splits: int) -> Iterator[Tile]:
+    """Alternatives to the chosen tile, of the same sums; some do not fit."""
+    heights = {chosen.block_m, max(16, chosen.block_m // 2), min(256, 2 * chosen.block_m)}
+    if chosen.block_m <= 64:
+        heights = {chosen.block_m}
+    stages = {3, 4, 6, 8} if chosen.block_m < 64 else {2, 3, 4}
+    for block_m, block_n, is_parallel, unroll, num_stages in product(
+        heights, (64, 128), {False, splits > 1}, (1, 2), stages
     ):
-        yield Tile(block_m, block_n, part, num_warps, num_stages)
-
-
-def with_tile(launch: Launch, tile: Tile, rows: int, outputs: int) -> Launch:
-    grid = (blocks(rows, tile.block_m) * blocks(outputs, tile.block_n),)
-    return launch._replace(grid=grid, constants=launch.constants | tile.constants)
+        yield Tile(
+            block_m=block_m,
+            block_n=block_n,
+            is_parallel=is_parallel,
+            unroll=unroll,
+            num_warps=block_n // 16,
+            num_stages=num_stages,
+        )
 
 
 def fits(launch: Launch) -> bool:
@@ -78,18 +75,20 @@ def try_tiles(weights: list[PackedWeight], rows: int, outputs: int, gate: bool) 
     layout, cols, stream = weights[0].layout, weights[0].cols, make_stream()
     x = torch.randn(rows, cols, device=DEVICE).to(torch.bfloat16)
     out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=DEVICE)
-    own = [
-        linear(out, x, weight, gate=gate, activation="silu" if gate else "") for weight in weights
-    ]
-    chosen = tile_for(rows, outputs, cols, layout, torch.bfloat16, gate)
+    workspace = Workspace()
+    splits = splits_for(weights[0].rows, cols, layout, torch.bfloat16)
+    chosen = tile_for(rows, weights[0].rows, layout, torch.bfloat16, splits=splits)
+
+    def launch(weight: PackedWeight, tile: Tile) -> Launch:
+        activation = "silu" if gate else ""
+        return linear(
+            out, x, weight, gate=gate, activation=activation, workspace=workspace, tile=tile
+        )
+
     took: dict[Tile, float] = {}
-    candidates = (
-        [chosen]
-        if is_interpreting()
-        else list(dict.fromkeys([chosen, *others(chosen, layout.part)]))
-    )
+    candidates = [chosen] if is_interpreting() else dict.fromkeys([chosen, *others(chosen, splits)])
     for tile in candidates:
-        launches = [with_tile(launch, tile, rows, outputs) for launch in own]
+        launches = [launch(weight, tile) for weight in weights]
         if fits(launches[0]):
             run = stream.capture(launches)
             took[tile] = median(seconds(run, 1 if is_interpreting() else 5, 3)) / len(launches)

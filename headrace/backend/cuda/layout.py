@@ -26,9 +26,10 @@ class WeightLayout:
     """Layout of a matrix in GPU memory.
 
     Rows are contiguous, padded to whole tiles of `tile` columns. A 16-bit word of `int4`
-    packs one code from each quarter of its tile, the first in the lowest bits, so kernels
-    unpack it with shifts. Scales are [groups, rows]; packing.py describes scales of 8 and
-    16 bits.
+    packs one code from each quarter of its tile, and a word of `int8` one from each half,
+    128 more than it is. The first is in the lowest bits, so kernels unpack words without a
+    move between threads. Rows of `rows_in_int8` are plain bytes. Scales are [groups,
+    rows]; packing.py describes scales of 8 and 16 bits.
     """
 
     store: Store
@@ -52,9 +53,16 @@ class WeightLayout:
         return self.store in ("f32", "f16")
 
     @property
+    def planes(self) -> int:
+        """Codes in a stored word, each of another part of the tile."""
+        if self.store == "int4":
+            return 4
+        return 2 if self.store == "int8" and not self.rows_in_int8 else 1
+
+    @property
     def part(self) -> int:
-        """Columns that a kernel multiplies at once."""
-        return self.tile // 4 if self.store == "int4" else self.tile
+        """Columns of a plane: stored words of a tile."""
+        return self.tile // self.planes
 
     def padded_cols(self, cols: int) -> int:
         return -(-cols // self.tile) * self.tile
@@ -73,7 +81,7 @@ class WeightLayout:
             return groups
         if number in ("f16", "bf16"):
             return -(-groups // 2)
-        return -(-groups // 4) + -(-cols // (2 * SUPER_BLOCK))
+        return -(-groups // 4) + -(-cols // SUPER_BLOCK)
 
     def nbytes(self, rows: int, cols: int) -> int:
         """Bytes of a matrix with its scales and zeros."""

@@ -103,6 +103,7 @@ class Lowering:
                 gate=gate,
                 quantised=self._in_int8(launches, x, stack),
                 activations=self.packed,
+                workspace=self.workspace,
             )
             return [*launches, product]
 
@@ -121,6 +122,7 @@ class Lowering:
                 delta=None if delta is None else delta[:, part],
                 quantised=quantised,
                 activations=self.packed,
+                workspace=self.workspace,
             )
             launches.append(product)
             first += weight.rows

@@ -25,10 +25,14 @@ _TYPES: dict[str, torch.dtype] = {
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
     "int8": torch.int8,
-    "int4": torch.int16,
     "steps": torch.int32,
     "eighths": torch.int32,
 }
+
+
+def word_type(layout: WeightLayout) -> torch.dtype:
+    """Type of the stored words of a layout."""
+    return torch.int16 if layout.planes > 1 else _TYPES[layout.store]
 
 
 class CodeRows(NamedTuple):
@@ -44,8 +48,8 @@ class PackedWeight(NamedTuple):
 
     A table of scales or zeros is float32 [groups, rows], or int32 [words of a row, rows].
     A word holds 16-bit numbers of two groups, the first in the low half. With
-    super-blocks, one word holds two super-scales in this way. The next words hold their
-    sub-scales, four groups per word, the first in the lowest byte.
+    super-blocks, one word holds the super-scale, so that its place in a word does not vary.
+    The next words hold its sub-scales, four groups per word, the first in the lowest byte.
     """
 
     layout: WeightLayout
@@ -68,7 +72,7 @@ def pack(tensors: Sequence[StoredTensor], layout: WeightLayout | None = None) ->
     """
     layout, cols = layout or layout_of(tensors[0]), tensors[0].cols
     rows, groups = sum(tensor.rows for tensor in tensors), layout.num_groups(cols)
-    dtype = _TYPES[layout.store]
+    dtype = word_type(layout)
     codes = torch.empty(rows, layout.row_bytes(cols) // dtype.itemsize, dtype=dtype, device=DEVICE)
     scales = empty_table(layout, layout.scale, rows, cols)
     zeros = empty_table(layout, layout.zero_store, rows, cols)
@@ -210,14 +214,9 @@ def super_block_table(
 ) -> torch.Tensor:  # [words of a row, rows]
     """Table of float16 super-scales [rows, super-blocks] and int8 sub-scales [rows, groups]."""
     rows, blocks = super_scales.shape
-    words = sub_scales.view(torch.int32)
-    words_per_pair = 2 * words.shape[1] // blocks  # words of sub-scales after one of super-scales
-    super_scales = torch.nn.functional.pad(super_scales, (0, blocks % 2)).view(torch.int32)
-    sub_scales = torch.nn.functional.pad(
-        words, (0, super_scales.shape[1] * words_per_pair - words.shape[1])
-    )
-    table = torch.cat([super_scales[:, :, None], sub_scales.view(rows, -1, words_per_pair)], dim=2)
-    return table.view(rows, -1)[:, : super_scales.shape[1] + words.shape[1]].T
+    first = torch.nn.functional.pad(super_scales[:, :, None], (0, 1)).view(torch.int32)
+    words = sub_scales.view(torch.int32).view(rows, blocks, -1)
+    return torch.cat([first, words], dim=2).view(rows, -1).T
 
 
 def as_words(table: torch.Tensor | None) -> torch.Tensor | None:
@@ -254,11 +253,15 @@ def _stored_codes(codes: NDArray[Any], layout: WeightLayout) -> torch.Tensor:
         codes.astype(np.int16) if layout.store.startswith("int") else codes,
         layout.padded_cols(codes.shape[1]),
     )
-    if layout.store == "int4":
-        tiles = (padded - layout.offset).reshape(len(codes), -1, 4, layout.part)
-        return (
-            tiles[:, :, 0] | tiles[:, :, 1] << 4 | tiles[:, :, 2] << 8 | tiles[:, :, 3] << 12
-        ).reshape(len(codes), -1)
+    if layout.planes == 1:
+        if layout.store == "int8":
+            return (padded - layout.offset).to(torch.int8)
+        return padded.view(_TYPES[layout.store])
+    tiles = (padded - layout.offset).reshape(len(codes), -1, layout.planes, layout.part)
     if layout.store == "int8":
-        return (padded - layout.offset).to(torch.int8)
-    return padded.view(_TYPES[layout.store])
+        tiles += 128
+    bits = 16 // layout.planes
+    words = tiles[:, :, 0]
+    for plane in range(1, layout.planes):
+        words = words | tiles[:, :, plane] << bits * plane
+    return words.reshape(len(codes), -1)

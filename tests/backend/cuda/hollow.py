@@ -186,7 +186,7 @@ def make_weights_in_place(device: torch.device) -> None:
 
 def random_weight(layout: WeightLayout, rows: int, cols: int, device: torch.device) -> PackedWeight:
     """A matrix of a layout that keeps the norm of rows near 1."""
-    kind = packing._TYPES[layout.store]
+    kind = packing.word_type(layout)
     codes = torch.empty(rows, layout.row_bytes(cols) // kind.itemsize, dtype=kind, device=device)
     if layout.scale is None:
         codes.normal_(0, cols**-0.5)

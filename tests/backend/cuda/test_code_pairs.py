@@ -13,9 +13,11 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from headrace.backend.cuda.architecture import H100
 from headrace.backend.cuda.interpreter import is_interpreting
-from headrace.backend.cuda.kernels import code_pairs, product
+from headrace.backend.cuda.kernels import code_pairs, product, weight_format
 from headrace.backend.cuda.kernels.linear import linear
+from headrace.backend.cuda.kernels.weight_format import decoder_of
 from headrace.backend.cuda.layout import layout_of
 from headrace.backend.cuda.packing import pack
 from headrace.quant.kv import round_bf16
@@ -63,15 +65,37 @@ def plain(operation: Callable[..., Any]) -> Callable[..., Words]:
     )
 
 
+def fused_in_float32(a: Words, b: Words, c: Words) -> Words:
+    """a * b + c, rounded once: longdouble has all digits of the product, and of the sum of
+    numbers as they are here.
+    """
+    x, y, z = (words.view(np.float32).astype(np.longdouble) for words in (a, b, c))
+    return np.asarray(x * y + z).astype(np.float32).view(np.uint32)
+
+
+def permuted(a: Words, b: Words, selector: np.uint32) -> Words:
+    """The bytes of two registers that a selector names, four bits each, the lowest first."""
+    both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
+    found = np.zeros(both.shape, np.uint32)
+    for place in range(4):
+        byte = int(selector) >> 4 * place & 7
+        found |= (both >> np.uint64(8 * byte) & np.uint64(255)).astype(np.uint32) << np.uint32(
+            8 * place
+        )
+    return found
+
+
 INSTRUCTIONS: dict[str, Callable[..., Words]] = {
     "mov.b32": lambda a: a,
     "shl.b32": lambda a, n: a << n,
     "shr.u32": lambda a, n: a >> n,
     "and.b32": lambda a, b: a & b,
     "lop3.b32": lambda a, b, c, table: a & b | c,
+    "prmt.b32": permuted,
     "fma.rn.bf16x2": fused,
+    "fma.rn.f32": fused_in_float32,
     "mul.rn.f32": plain(np.multiply),
-    "add.rn.f32": plain(np.add),
+    "sub.rn.f32": plain(np.subtract),
     "cvt.rn.bf16x2.f32": lambda high, low: pair(
         bf16(low.view(np.float32)), bf16(high.view(np.float32))
     ),
@@ -140,11 +164,10 @@ def test_scaled_by_all_short_floats(codes: NDArray[Any]) -> None:
     """
     halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
     halves = halves[np.isfinite(halves)]
-    high = bf16(halves)
-    low = bf16(halves - (high << np.uint32(16)).view(np.float32))
+    high, low = carried_out(code_pairs.TWO_PARTS, 2, halves.view(np.uint32))
     for code in codes.astype(np.float32):
-        pairs = [pair(x, x) for x in (np.broadcast_to(bf16(code), high.shape), high, low)]
-        (found,) = carried_out(code_pairs.SCALED, 1, *pairs)
+        both = np.broadcast_to(pair(bf16(code), bf16(code)), high.shape)
+        (found,) = carried_out(code_pairs.SCALED, 1, both, high, high, low, low)
         expected = bf16(code * halves)
         zero = (code == 0) | (halves == 0)  # whose sign says nothing
         assert (
@@ -156,13 +179,43 @@ def test_scaled_by_all_short_floats(codes: NDArray[Any]) -> None:
 @pytest.mark.parametrize("adds", [False, True])
 def test_scaled_in_float32(adds: bool) -> None:
     rng = np.random.default_rng(0)
-    codes = rng.integers(-16, 16, (2, 100_000)).astype(np.float32)
-    scales, minima = rng.standard_normal((2, 2, 100_000)).astype(np.float32)
-    assembly = code_pairs.SCALED_WITH_MINIMA if adds else code_pairs.SCALED_WIDELY
-    words = [x.view(np.uint32) for x in (*scales, *(minima if adds else ()))]
+    codes = rng.integers(0, 16, (2, 100_000)).astype(np.float32)
+    scales = (rng.standard_normal(100_000).astype(np.float16) * np.float32(61)).astype(np.float32)
+    minima = rng.standard_normal(100_000).astype(np.float32)
+    assembly = code_pairs.SCALED_WITH_MINIMA if adds else code_pairs.SCALED_IN_FLOAT32
+    words = [x.view(np.uint32) for x in (scales, scales, *((minima, minima) if adds else ()))]
     (found,) = carried_out(assembly, 1, pair(*bf16(codes)), *words)
     expected = bf16(codes * scales + minima if adds else codes * scales)
     assert np.array_equal(found, pair(*expected))
+
+
+@pytest.mark.parametrize("offset", [0, 128])
+def test_bytes(offset: int) -> None:
+    less = np.full(ALL_WORDS.shape, 2**23 + 128 - offset, np.float32).view(np.uint32)
+    found = carried_out(code_pairs.BYTES, 4, registers_of(ALL_WORDS), less, less)
+    for place, numbers in enumerate(found):
+        words = np.roll(ALL_WORDS, place % 2)
+        codes = (words >> np.uint32(8 * (place // 2)) & np.uint32(255)).astype(np.float32)
+        assert np.array_equal(numbers.view(np.float32), codes - 128 + offset)
+
+
+def test_bytes_scaled_by_short_floats() -> None:
+    rng = np.random.default_rng(0)
+    scales = rng.integers(0, 0x7C00, ALL_WORDS.size).astype(np.uint16).view(np.float16)
+    first = scales.astype(np.float32)
+    second = np.roll(first, 7)
+    words = [
+        np.ascontiguousarray(x, np.float32).view(np.uint32)
+        for one in (first, second)
+        for x in (one, one, one * np.float32(-32896), one * np.float32(-32896))
+    ]
+    found = carried_out(code_pairs.SCALED_BYTES, 2, registers_of(ALL_WORDS), *words)
+    for place, (numbers, scale) in enumerate(zip(found, (first, second), strict=True)):
+        codes = (ALL_WORDS >> np.uint32(8 * place) & np.uint32(255)).astype(np.float32) - 128
+        expected = pair(bf16(codes * scale), bf16(np.roll(codes, 1) * scale))
+        zero = (parts(numbers)[0] == 0) | (parts(numbers)[1] == 0)  # its sign says nothing
+        assert np.array_equal(numbers[~zero], expected[~zero])
+        assert np.array_equal(parts(numbers)[0], parts(expected)[0])
 
 
 @triton.jit
@@ -201,26 +254,47 @@ def plain_scaled(codes, scale):
 
 
 @triton.jit
-def plain_scaled_widely(codes, scale, minimum, ADDS: tl.constexpr):
-    numbers = codes.to(tl.float32) * scale
+def plain_scaled_in_float32(codes, scales, minima, ADDS: tl.constexpr):
+    numbers = codes.to(tl.float32) * scales
     if ADDS:
-        numbers += minimum
+        numbers += minima
     return numbers.to(tl.bfloat16)
+
+
+@triton.jit
+def plain_from_bytes(words, less):
+    low, high = words.to(tl.int32) & 255, words.to(tl.int32) >> 8 & 255
+    return 8388608.0 + low.to(tl.float32) - less, 8388608.0 + high.to(tl.float32) - less
+
+
+@triton.jit
+def plain_scaled_bytes(words, first, second):
+    low, high = words.to(tl.int32) & 255, words.to(tl.int32) >> 8 & 255
+    return (
+        ((low.to(tl.float32) - 128) * first).to(tl.bfloat16),
+        ((high.to(tl.float32) - 128) * second).to(tl.bfloat16),
+    )
 
 
 TWINS = {
     "subtract_zero": plain_subtract_zero,
     "small_floats": plain_small_floats,
     "scaled": plain_scaled,
-    "scaled_widely": plain_scaled_widely,
+    "scaled_in_float32": plain_scaled_in_float32,
+    "from_bytes": plain_from_bytes,
+    "scaled_bytes": plain_scaled_bytes,
 }
 
 
-@pytest.mark.skipif(not is_interpreting(), reason="replaces instructions in the interpreter")
+@pytest.mark.skipif(not is_interpreting(), reason="the interpreter lacks the instructions")
 @pytest.mark.parametrize("num_rows", [5, 70])
 @pytest.mark.parametrize(
     "name",
-    [name for name in FORMAT_NAMES if layout_of(random_matrix(name, 4, 1, 1)).store == "int4"],
+    [
+        name
+        for name in FORMAT_NAMES
+        if decoder_of(layout_of(random_matrix(name, 4, 1, 1))) != "plain"
+    ],
 )
 def test_a_gpu_multiplies_what_the_interpreter_does(
     name: str, num_rows: int, monkeypatch: pytest.MonkeyPatch
@@ -239,9 +313,8 @@ def test_a_gpu_multiplies_what_the_interpreter_does(
     linear(usual, x, weight)()
     for twin, function in TWINS.items():
         monkeypatch.setattr(product, twin, function)
-    monkeypatch.setattr(product, "_IS_INTERPRETED", tl.constexpr(False))
-    monkeypatch.setattr(product, "is_interpreting", lambda: False)
+    monkeypatch.setattr(weight_format, "architecture", lambda: H100)
     launch = linear(own, x, weight)
-    assert launch.constants["IN_PAIRS"] == product.multiplies_in_pairs(weight.layout)
+    assert launch.constants["FORMAT"].decoder == decoder_of(weight.layout)
     launch()
     assert torch.equal(usual, own)

@@ -12,13 +12,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace.backend.cuda.device import DEVICE
+from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.kernels.embed import embed_position
 from headrace.backend.cuda.kernels.head_linear import head_linear
 from headrace.backend.cuda.kernels.linear import linear
 from headrace.backend.cuda.kernels.quantise_rows import quantise_rows
+from headrace.backend.cuda.launch import Launch
 from headrace.backend.cuda.packing import pack
+from headrace.backend.cuda.workspace import Workspace
 from headrace.backend.reference.activations import activated, gated
 from headrace.errors import UnsupportedModelError
+from headrace.quant.formats import FORMATS
 from headrace.quant.kv import round_bf16
 from tests.backend.cuda.examples import examples
 from tests.backend.cuda.matrices import FORMAT_NAMES, SUPER_BLOCKS, any_bytes, random_matrix
@@ -119,6 +123,30 @@ def test_a_row_does_not_depend_on_its_neighbours(name: str) -> None:
     whole = product(0, 70)
     for first, last in ((0, 1), (3, 20), (30, 70)):
         assert torch.equal(whole[first:last], product(first, last))
+
+
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("name", ["Q4_0", "Q8_0", "Q4_K"])
+def test_ranges_of_columns_are_added_in_order(name: str, gate: bool) -> None:
+    """A few rows are summed by a program for each range of columns, many by one program, to the
+    same bits; the count of programs is 0 again for the next launch.
+    """
+    stored = random_matrix(name, 42, 1300 // FORMATS[name].block, 1)
+    weight, workspace = pack([stored]), Workspace()
+    x = on_device(normal(np.random.default_rng(1), 70, stored.cols), torch.bfloat16)
+
+    def launch(rows: int) -> Launch:
+        out = torch.full((rows, 21 if gate else 42), torch.nan, device=DEVICE)
+        activation = "silu" if gate else ""
+        return linear(out, x[:rows], weight, gate=gate, activation=activation, workspace=workspace)
+
+    few, many = launch(20), launch(70)
+    if is_interpreting():
+        assert few.constants["PARALLEL"] and not many.constants["PARALLEL"]
+        assert few.constants["SPLITS"] == many.constants["SPLITS"] == 2
+    for one in (many, few, few):
+        one()
+    assert torch.equal(few.args[0], many.args[0][:20])
 
 
 @settings(max_examples=examples(12), deadline=None)

@@ -1,8 +1,9 @@
-"""Converts 4-bit codes to bf16 two per register, by inline PTX that the interpreter cannot run.
+"""Converts codes to numbers two per register, by inline PTX that the interpreter cannot run.
 
 Triton cannot express two numbers in a register. The results have the bits of plain operations:
 tests/backend/cuda/test_code_pairs.py executes the instructions. Sums and products are fused
-multiply-adds by 1 or with -0, because GPUs before Hopper have no other for bf16 pairs.
+multiply-adds by 1 or with -0, because GPUs before Hopper have no other for bf16 pairs. A number
+that two columns share comes as 32 bits for each of them, and only the first are read.
 """
 
 import triton
@@ -47,29 +48,60 @@ SMALL_FLOATS = tl.constexpr("""{
     fma.rn.bf16x2 $2, $2, f, z;
     fma.rn.bf16x2 $3, $3, f, z;
 }""")
+TWO_PARTS = tl.constexpr("""{
+    .reg .b32 t;
+    cvt.rn.bf16x2.f32 $0, $2, $2;
+    and.b32 t, $0, 0xFFFF0000;
+    sub.rn.f32 t, $2, t;
+    cvt.rn.bf16x2.f32 $1, t, t;
+}""")
 SCALED = tl.constexpr("""{
     .reg .b32 t, z;
     mov.b32 z, 0x80008000;
-    fma.rn.bf16x2 t, $1, $3, z;
+    fma.rn.bf16x2 t, $1, $4, z;
     fma.rn.bf16x2 $0, $1, $2, t;
 }""")
-SCALED_WIDELY = tl.constexpr("""{
+SCALED_IN_FLOAT32 = tl.constexpr("""{
     .reg .b32 a, b;
     shl.b32 a, $1, 16;
     and.b32 b, $1, 0xFFFF0000;
     mul.rn.f32 a, a, $2;
-    mul.rn.f32 b, b, $3;
+    mul.rn.f32 b, b, $2;
     cvt.rn.bf16x2.f32 $0, b, a;
 }""")
 SCALED_WITH_MINIMA = tl.constexpr("""{
     .reg .b32 a, b;
     shl.b32 a, $1, 16;
     and.b32 b, $1, 0xFFFF0000;
-    mul.rn.f32 a, a, $2;
-    mul.rn.f32 b, b, $3;
-    add.rn.f32 a, a, $4;
-    add.rn.f32 b, b, $5;
+    fma.rn.f32 a, a, $2, $4;
+    fma.rn.f32 b, b, $2, $4;
     cvt.rn.bf16x2.f32 $0, b, a;
+}""")
+BYTES = tl.constexpr("""{
+    .reg .b32 m;
+    mov.b32 m, 0x4B000000;
+    prmt.b32 $0, $4, m, 0x7650;
+    prmt.b32 $1, $4, m, 0x7652;
+    prmt.b32 $2, $4, m, 0x7651;
+    prmt.b32 $3, $4, m, 0x7653;
+    sub.rn.f32 $0, $0, $5;
+    sub.rn.f32 $1, $1, $5;
+    sub.rn.f32 $2, $2, $5;
+    sub.rn.f32 $3, $3, $5;
+}""")
+SCALED_BYTES = tl.constexpr("""{
+    .reg .b32 m, a, b;
+    mov.b32 m, 0x47000000;
+    prmt.b32 a, $2, m, 0x7604;
+    prmt.b32 b, $2, m, 0x7624;
+    fma.rn.f32 a, a, $3, $5;
+    fma.rn.f32 b, b, $3, $5;
+    cvt.rn.bf16x2.f32 $0, b, a;
+    prmt.b32 a, $2, m, 0x7614;
+    prmt.b32 b, $2, m, 0x7634;
+    fma.rn.f32 a, a, $7, $9;
+    fma.rn.f32 b, b, $7, $9;
+    cvt.rn.bf16x2.f32 $1, b, a;
 }""")
 
 
@@ -109,19 +141,20 @@ def small_floats(words):
 
 
 @triton.jit
-def scaled(codes, scale):
-    """Codes [rows, PART] in bf16 times float16 scales [rows, 1], rounded once, as `dequantise`
-    does.
+def scaled(codes, scales):
+    """Codes [rows, PART] in bf16 times float16 scales [rows, 1], rounded once, as plain
+    operations do.
 
     A scale of 11 bits is high + low: high is the nearest bf16, of 8 bits, and low a multiple of
     an eighth of its last bit, at most four of them. So code * low is exact, and the last
     operation rounds code * high + code * low, which is code * scale.
     """
-    high = scale.to(tl.bfloat16)
-    low = (scale - high.to(tl.float32)).to(tl.bfloat16)
+    high, low = tl.inline_asm_elementwise(
+        TWO_PARTS, "=&r,=r,r", [scales], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+    )
     return tl.inline_asm_elementwise(
         SCALED,
-        "=r,r,r,r",
+        "=r,r,r,r,r,r",
         [codes, tl.broadcast_to(high, codes.shape), tl.broadcast_to(low, codes.shape)],
         dtype=tl.bfloat16,
         is_pure=True,
@@ -130,25 +163,64 @@ def scaled(codes, scale):
 
 
 @triton.jit
-def scaled_widely(codes, scale, minimum, ADDS: tl.constexpr):
-    """Codes [rows, PART] in bf16 times float32 scales, plus minima with ADDS, on pairs, as
-    `dequantise`.
+def scaled_in_float32(codes, scales, minima, ADDS: tl.constexpr):
+    """Codes in bf16 times float32 scales, plus minima with ADDS, all [rows, PART].
 
     A bf16 is the upper half of its float32. The conversion has its second operand in the lower
-    half.
+    half. A code has at most 5 bits and a scale that comes with minima at most 17, so their product
+    is exact, and fusing it with the sum changes nothing.
     """
-    scale = tl.broadcast_to(scale, codes.shape)
     if ADDS:
         numbers = tl.inline_asm_elementwise(
             SCALED_WITH_MINIMA,
             "=r,r,r,r,r,r",
-            [codes, scale, tl.broadcast_to(minimum, codes.shape)],
+            [codes, scales, minima],
             dtype=tl.bfloat16,
             is_pure=True,
             pack=2,
         )
     else:
         numbers = tl.inline_asm_elementwise(
-            SCALED_WIDELY, "=r,r,r,r", [codes, scale], dtype=tl.bfloat16, is_pure=True, pack=2
+            SCALED_IN_FLOAT32,
+            "=r,r,r,r",
+            [codes, scales],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
         )
     return numbers
+
+
+@triton.jit
+def from_bytes(words, less):
+    """Unsigned bytes of 16-bit words, lowest first, minus integers, as float32.
+
+    A byte in the fraction of 2**23 (0x4B000000), whose unit is 1, is 2**23 more: `less` includes
+    that.
+    """
+    return tl.inline_asm_elementwise(
+        BYTES,
+        "=&r,=&r,=&r,=&r,r,r,r",
+        [words, less],
+        dtype=(tl.float32, tl.float32),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def scaled_bytes(words, first, second):
+    """Unsigned bytes of 16-bit words, lowest first, minus 128, times scales of at most 11 bits,
+    rounded to bf16 once. `first` and `second` are the scales of both, [rows, PART].
+
+    A byte in the second byte of the fraction of 2**15 (0x47000000) is 2**15 more. The scale times
+    -(2**15 + 128) has at most 20 bits, so the fused sum is the exact product.
+    """
+    return tl.inline_asm_elementwise(
+        SCALED_BYTES,
+        "=&r,=r,r,r,r,r,r,r,r,r,r",
+        [words, first, first * -32896.0, second, second * -32896.0],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )

@@ -4,14 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.backend.cuda.kernels.product import (
-    decode,
+from headrace.backend.cuda.kernels.product import decode, plane_codes
+from headrace.backend.cuda.kernels.weight_format import (
     halves,
     super_scale,
-    super_scale_word,
     times_super_scale,
     weight_args,
-    weight_constants,
+    weight_format,
 )
 from headrace.backend.cuda.launch import Launch, blocks, power_of_2
 from headrace.backend.cuda.layout import SUPER_BLOCK
@@ -44,7 +43,6 @@ def _embed(
     source: torch.Tensor | None,
     last: torch.Tensor,
 ) -> Launch:
-    constants = weight_constants(weight, torch.float32)
     block = power_of_2(min(weight.cols, 1024))
     return Launch(
         embed_kernel,
@@ -54,19 +52,7 @@ def _embed(
             *(weight.rows, weight.cols, weight.layout.padded_cols(weight.cols), out.stride(0)),
         ),
         {
-            **{
-                name: constants[name]
-                for name in (
-                    "STORE",
-                    "SCALE",
-                    "ZERO",
-                    "ZERO_STORE",
-                    "OFFSET",
-                    "LOOKUP",
-                    "GROUP",
-                    "PART",
-                )
-            },
+            "FORMAT": weight_format(weight, torch.float32),
             **{"HAS_SOURCE": source is not None, "BLOCK": block, "num_warps": 4},
         },
     )
@@ -82,15 +68,10 @@ def _numbers(table, group, row, num_rows, NUMBER: tl.constexpr, GROUP: tl.conste
         numbers = tl.load(table + group * num_rows + row)
     elif NUMBER == "steps" or NUMBER == "eighths":
         block = group * GROUP // _SUPER_BLOCK
-        super_scales = super_scale(
-            tl.load(table + super_scale_word(block, GROUP) * num_rows + row), block
-        )
-        numbers = times_super_scale(
-            super_scales,
-            tl.load(table + (group // 4 + block // 2 + 1) * num_rows + row),
-            group % 4,
-            NUMBER,
-        )
+        first = block * (_SUPER_BLOCK // (4 * GROUP) + 1)
+        super_scales = super_scale(tl.load(table + first * num_rows + row))
+        words = tl.load(table + (group // 4 + block + 1) * num_rows + row)
+        numbers = times_super_scale(super_scales, words, group % 4, NUMBER)
     else:
         low, high = halves(tl.load(table + group // 2 * num_rows + row), NUMBER)
         numbers = tl.where(group % 2 == 0, low, high)
@@ -100,9 +81,7 @@ def _numbers(table, group, row, num_rows, NUMBER: tl.constexpr, GROUP: tl.conste
 @triton.jit
 def embed_kernel(
     out, index, source, last, codes, scales, zeros, lookup, num_rows, columns, padded, out_stride,
-        STORE: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr,
-    OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
-    GROUP: tl.constexpr, PART: tl.constexpr, HAS_SOURCE: tl.constexpr, BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr, HAS_SOURCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of columns of one row."""
     row, columns_of = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -113,20 +92,23 @@ def embed_kernel(
     number = tl.minimum(number, num_rows - 1).to(tl.int64)
     inside = columns_of < columns
     k = tl.where(inside, columns_of, 0)
-    if STORE == "int4":
-        at = k // (4 * PART) * PART + k % PART
-        stored = tl.load(codes + number * (padded // 4) + at)
-        stored = (stored.to(tl.int32) >> (k // PART % 4 * 4)) & 15
-    else:
-        stored = tl.load(codes + number * padded + k)
-    if SCALE != "":
-        values = decode(stored, lookup, OFFSET, LOOKUP)
-        group = k // GROUP if GROUP else k * 0
-        scale = _numbers(scales, group, number, num_rows, SCALE, GROUP)
-        if ZERO == "point":
-            values = (values - _numbers(zeros, group, number, num_rows, ZERO_STORE, GROUP)) * scale
-        elif ZERO == "minimum":
-            values = values * scale + _numbers(zeros, group, number, num_rows, ZERO_STORE, GROUP)
+    part: tl.constexpr = FORMAT.tile // FORMAT.planes
+    at = k // FORMAT.tile * part + k % part
+    stored = tl.load(codes + number * (padded // FORMAT.planes) + at)
+    if FORMAT.scale != "":
+        stored = plane_codes(stored, k // part % FORMAT.planes, FORMAT.planes)
+        lookup_kind: tl.constexpr = FORMAT.lookup
+        scale_kind: tl.constexpr = FORMAT.scale
+        zero_kind: tl.constexpr = FORMAT.zero_store
+        values = decode(stored, lookup, FORMAT.offset, lookup_kind)
+        group = k // FORMAT.group if FORMAT.group else k * 0
+        scale = _numbers(scales, group, number, num_rows, scale_kind, FORMAT.group)
+        if FORMAT.zero != "none":
+            zero = _numbers(zeros, group, number, num_rows, zero_kind, FORMAT.group)
+            if FORMAT.zero == "point":
+                values = (values - zero) * scale
+            else:
+                values = values * scale + zero
         else:
             values = values * scale
     else:

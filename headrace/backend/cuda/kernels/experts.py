@@ -6,7 +6,9 @@ import triton.language as tl
 
 from headrace.backend.cuda.kernels.activations import gated
 from headrace.backend.cuda.kernels.align_experts import Aligned
-from headrace.backend.cuda.kernels.product import product, weight_args, weight_constants
+from headrace.backend.cuda.kernels.product import product
+from headrace.backend.cuda.kernels.tiles import tile_of_one_matrix
+from headrace.backend.cuda.kernels.weight_format import weight_args, weight_format
 from headrace.backend.cuda.launch import Launch, blocks, power_of_2
 from headrace.backend.cuda.packing import PackedWeight
 
@@ -37,12 +39,12 @@ def expert_linear(
     """
     matrices = num_experts * (2 if activation else 1)
     outputs = weight.rows // matrices
-    # Few pairs are a matter of reading weights: many programs, with much on its way to each.
-    is_narrow = aligned.block_m <= 32
-    block_n = power_of_2(min(outputs, 2 * aligned.block_m if is_narrow else 64), 16)
+    multiply_type = activations or x.dtype
+    rows = 2 * outputs if activation else outputs
+    tile = tile_of_one_matrix(aligned.block_m, rows, weight.layout, multiply_type)
     return Launch(
         expert_linear_kernel,
-        (aligned.most_tiles, blocks(outputs, block_n)),
+        (aligned.most_tiles, blocks(rows, tile.block_n)),
         (
             *(
                 out,
@@ -56,14 +58,9 @@ def expert_linear(
             *(outputs, weight.rows, weight.cols, num_experts, out.stride(0), x.stride(0)),
         ),
         {
-            **weight_constants(weight, activations or x.dtype),
+            "FORMAT": weight_format(weight, multiply_type),
             **{"ROWS_PER_X": rows_per_x, "BIAS": bias is not None, "ACTIVATION": activation},
-            **{
-                "BLOCK_M": aligned.block_m,
-                "BLOCK_N": block_n,
-                "num_warps": 4,
-                "num_stages": 6 if is_narrow else 4,
-            },
+            **tile.constants,
         },
     )
 
@@ -72,41 +69,37 @@ def expert_linear(
 def expert_linear_kernel(
     out, x, codes, scales, zeros, lookup, order, bias, pairs, experts, num_tiles,
     N, num_rows, K, num_experts, out_stride, x_stride,
-        STORE: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr,
-    OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
-        ORDERED: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr,
-    IN_PAIRS: tl.constexpr,
-    PRECISION: tl.constexpr,
-        ROWS_PER_X: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FORMAT: tl.constexpr, ROWS_PER_X: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    UNROLL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute some columns of a tile of pairs."""
+    """Compute some columns of a tile of pairs.
+
+    With an ACTIVATION a tile has rows of gates, then as many of the up projection.
+    """
     tile = tl.program_id(0)
     if tile < tl.load(num_tiles):
         pair = tl.load(pairs + tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
         expert = tl.load(experts + tile)
-        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        GATE: tl.constexpr = ACTIVATION != ""
+        WIDTH: tl.constexpr = BLOCK_N // 2 if GATE else BLOCK_N
+        first, place = tl.program_id(1) * WIDTH, tl.arange(0, BLOCK_N)
+        if GATE:
+            row = first + place % WIDTH
+            row = tl.where(row < N, row, 0) + (expert + place // WIDTH * num_experts) * N
+        else:
+            row = tl.where(first + place < N, first + place, 0) + expert * N
+        sums = product(
+            x, pair // ROWS_PER_X * x_stride, pair >= 0, K, codes, scales, zeros, lookup, order,
+            row, num_rows, 0, tl.cdiv(K, FORMAT.tile), FORMAT, UNROLL,
+        )  # fmt: skip
+        y = tl.trans(sums)
+        if BIAS:
+            y += tl.load(bias + row)[None, :]
+        if GATE:
+            both = tl.permute(tl.reshape(y, [BLOCK_M, 2, WIDTH]), (0, 2, 1))
+            gates, up = tl.split(both)
+            y = gated(gates, up, ACTIVATION)
+        n = first + tl.arange(0, WIDTH)
         inside = (pair >= 0)[:, None] & (n < N)[None, :]
-        row = tl.where(n < N, n, 0)
-        offsets = pair // ROWS_PER_X * x_stride
-        y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        up = y
-        for half in tl.static_range(2 if ACTIVATION != "" else 1):
-            rows = (expert + half * num_experts) * N + row
-            part = product(
-                                tl.zeros([BLOCK_M, BLOCK_N], tl.float32), x, offsets, pair >= 0, K,
-                codes, scales, zeros, lookup, order, rows, num_rows,
-                                STORE, SCALE, ZERO, ZERO_STORE, OFFSET, LOOKUP, ORDERED, GROUP,
-                PART, COMPUTE, IN_PAIRS, PRECISION,
-            )  # fmt: skip
-            if BIAS:
-                part += tl.load(bias + rows)[None, :]
-            if half == 0:
-                y = part
-            else:
-                up = part
-        if ACTIVATION != "":
-            y = gated(y, up, ACTIVATION)
-        tl.store(
-            out + pair[:, None] * out_stride + n[None, :], y.to(out.dtype.element_ty), mask=inside
-        )
+        at = out + pair[:, None] * out_stride + n[None, :]
+        tl.store(at, y.to(out.dtype.element_ty), mask=inside)

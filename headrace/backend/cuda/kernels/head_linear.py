@@ -4,7 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.backend.cuda.kernels.product import product, weight_args, weight_constants
+from headrace.backend.cuda.kernels.product import product
+from headrace.backend.cuda.kernels.tiles import tile_of_one_matrix
+from headrace.backend.cuda.kernels.weight_format import weight_args, weight_format
 from headrace.backend.cuda.launch import Launch, blocks, power_of_2
 from headrace.backend.cuda.packing import PackedWeight
 
@@ -20,20 +22,19 @@ def head_linear(
     cols].
     """
     outputs = heads.rows // num_heads
-    block_m, block_n = power_of_2(min(len(x), 64), 16), power_of_2(min(outputs, 64), 16)
+    multiply_type = activations or x.dtype
+    block_m = power_of_2(min(len(x), 64), 16)
+    tile = tile_of_one_matrix(block_m, outputs, heads.layout, multiply_type)
     return Launch(
         head_linear_kernel,
-        (blocks(len(x), block_m), blocks(outputs, block_n), num_heads),
+        (blocks(len(x), block_m), blocks(outputs, tile.block_n), num_heads),
         (
             *(out, x, *weight_args(heads), len(x), outputs, heads.rows, heads.cols),
             *(out.stride(0), x.stride(0), 0 if x.shape[1] == heads.cols else heads.cols),
         ),
         {
-            **weight_constants(heads, activations or x.dtype),
-            "BLOCK_M": block_m,
-            "BLOCK_N": block_n,
-            "num_warps": 4,
-            "num_stages": 3,
+            "FORMAT": weight_format(heads, multiply_type),
+            **tile.constants,
         },
     )
 
@@ -42,12 +43,7 @@ def head_linear(
 def head_linear_kernel(
         out, x, codes, scales, zeros, lookup, order, M, N, num_rows, K, out_stride, x_stride,
     head_stride,
-        STORE: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr, ZERO_STORE: tl.constexpr,
-    OFFSET: tl.constexpr, LOOKUP: tl.constexpr,
-        ORDERED: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, COMPUTE: tl.constexpr,
-    IN_PAIRS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FORMAT: tl.constexpr, UNROLL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of one head."""
     head = tl.program_id(2)
@@ -57,13 +53,11 @@ def head_linear_kernel(
     rows = head * N + tl.where(n < N, n, 0)
     offsets = m.to(tl.int64) * x_stride + head * head_stride
     y = product(
-        tl.zeros([BLOCK_M, BLOCK_N], tl.float32), x, offsets, m < M, K, codes, scales, zeros,
-        lookup, order, rows, num_rows,
-                STORE, SCALE, ZERO, ZERO_STORE, OFFSET, LOOKUP, ORDERED, GROUP, PART, COMPUTE,
-        IN_PAIRS, PRECISION,
+        x, offsets, m < M, K, codes, scales, zeros, lookup, order, rows, num_rows,
+        0, tl.cdiv(K, FORMAT.tile), FORMAT, UNROLL,
     )  # fmt: skip
     tl.store(
         out + m.to(tl.int64)[:, None] * out_stride + head * N + n[None, :],
-        y.to(out.dtype.element_ty),
+        tl.trans(y).to(out.dtype.element_ty),
         mask=inside,
     )

@@ -1,27 +1,30 @@
-"""Tiles of linear ops, chosen for an H100. They change speed, no bit."""
+"""Tiles of products, chosen for the GPU. They change speed, no bit."""
 
 from typing import Any, NamedTuple
 
 import torch
 
+from headrace.backend.cuda.architecture import Architecture, architecture
 from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.launch import blocks, power_of_2
 from headrace.backend.cuda.layout import WeightLayout
 
-_MULTIPROCESSORS = 132
-_SHARED_BYTES = 200 << 10
-"""Of the shared memory of a multiprocessor, what the programs on it fill with numbers on their way.
-"""
-_MOST_STAGES = 8
+_MIN_BLOCK_N = 64
+"""Rows of a weight that four warps multiply together."""
+_MAX_SPLITS = 8
+_OTHER_SHARED_BYTES = 4 << 10
+"""Shared memory of a program for other things than tiles on their way."""
+_SHORT, _LONG = 512, 3072
+"""Min columns of a range of codes, and of a range of any numbers."""
 
 
 class Tile(NamedTuple):
     """Tile shape, as compile-time constants."""
 
-    block_m: int
-    block_n: int
-    part: int
-    """Columns of a product."""
+    block_m: int  # Rows of activations
+    block_n: int  # Rows of the weight
+    is_parallel: bool  # Whether ranges of columns are programs of their own
+    unroll: int  # Tiles of columns in a round of the loop
     num_warps: int
     num_stages: int
 
@@ -29,81 +32,141 @@ class Tile(NamedTuple):
     def constants(self) -> dict[str, Any]:
         """The tile as kernel arguments."""
         return {
-            **{"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "PART": self.part},
+            **{"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "UNROLL": self.unroll},
             **{"num_warps": self.num_warps, "num_stages": self.num_stages},
         }
 
 
+def splits_for(rows: int, cols: int, layout: WeightLayout, activations: torch.dtype) -> int:
+    """Number of ranges of a weight's columns whose sums are added in order.
+
+    It depends on the weight alone, never on the rows of a step: it decides the bits. A matrix of
+    few rows is cut until all multiprocessors have a part. Codes take longer to decode than to
+    read, so they are cut into shorter ranges.
+    """
+    if activations == torch.float32 or layout.is_wide or layout.rows_in_int8:
+        return 1
+    tiles, multiprocessors = blocks(rows, _MIN_BLOCK_N), architecture().multiprocessors
+    splits = 1
+    while splits < _MAX_SPLITS:
+        columns = cols // (2 * splits)
+        is_idle = layout.scale is not None and tiles * splits < 0.9 * multiprocessors
+        is_long = columns >= _LONG and tiles * splits < 1.5 * multiprocessors
+        if not is_long and not (is_idle and columns >= _SHORT):
+            break
+        splits *= 2
+    return splits
+
+
 def tile_for(
-    num_rows: int,
-    num_outputs: int,
-    cols: int,
-    layout: WeightLayout,
-    activations: torch.dtype,
-    gate: bool,
+    num_rows: int, rows: int, layout: WeightLayout, activations: torch.dtype, *, splits: int
 ) -> Tile:
-    """Choose a tile by rows, outputs and columns."""
+    """Choose a tile for a number of rows of activations, and rows of a weight."""
     if is_interpreting():
         return Tile(
             block_m=power_of_2(min(num_rows, 64), 16),
-            block_n=power_of_2(min(num_outputs, 256), 16),
-            part=layout.part,
+            block_n=power_of_2(min(rows, 256), 32),
+            is_parallel=splits > 1 and num_rows <= 32,
+            unroll=1,
             num_warps=4,
             num_stages=1,
         )
+    gpu = architecture()
     if activations == torch.float32 or layout.store == "f32":
-        return _wide(num_rows, num_outputs, layout)
-    if num_rows <= 32:
-        return _narrow(num_rows, num_outputs, cols, layout)
-    block_m = power_of_2(min(num_rows, 64 if layout.outliers else 128))
-    block_n, most = 32, 32 if layout.outliers else 64 if block_m == 64 else 128
-    if block_m == 128 and num_rows > 512 and layout.store == "bf16" and not gate:
-        most = 256
-    while (
-        block_n < most
-        and blocks(num_rows, block_m) * blocks(num_outputs, 2 * block_n) > 0.9 * _MULTIPROCESSORS
-    ):
-        block_n *= 2
-    stages = 4 if block_m * block_n <= 128 * (64 if layout.scale else 128) else 3
+        tile = _wide(num_rows, rows, gpu)
+    else:
+        tile = _on_tensor_cores(num_rows, rows, layout, splits, gpu)
+    return fitted(tile, layout, activations)
+
+
+def tile_of_one_matrix(
+    block_m: int, rows: int, layout: WeightLayout, activations: torch.dtype
+) -> Tile:
+    """Choose a tile for a fixed number of rows of activations that share one of many matrices."""
+    if is_interpreting():
+        block_n = power_of_2(min(rows, 64), 16)
+        return Tile(
+            block_m=block_m,
+            block_n=block_n,
+            is_parallel=False,
+            unroll=1,
+            num_warps=4,
+            num_stages=1,
+        )
+    tile = Tile(
+        block_m=block_m,
+        block_n=_MIN_BLOCK_N,
+        is_parallel=False,
+        unroll=2 if block_m < 64 else 1,
+        num_warps=4,
+        num_stages=4,
+    )
+    return fitted(tile, layout, activations)
+
+
+def fitted(tile: Tile, layout: WeightLayout, activations: torch.dtype) -> Tile:
+    """Lower the stages, then the unrolling, until a tile fits into the GPU's shared memory."""
+    size = stage_bytes(tile, layout, activations)
+    most = architecture().shared_bytes - _OTHER_SHARED_BYTES
+    unroll, stages = tile.unroll, tile.num_stages
+    while stages > 2 and stages * unroll * size > most:
+        stages -= 1
+    if stages * unroll * size > most:
+        unroll = 1
+    if stages * unroll * size > most:
+        stages = 1
+    return tile._replace(unroll=unroll, num_stages=stages)
+
+
+def stage_bytes(tile: Tile, layout: WeightLayout, activations: torch.dtype) -> int:
+    """Shared memory of a tile of columns on its way."""
+    size = 4 if activations == torch.float32 or layout.is_wide else 2
+    tables = sum(
+        layout.table_words(number, layout.tile)
+        for number in (layout.scale, layout.zero_store)
+        if number
+    )
+    weight = tile.block_n * (layout.row_bytes(layout.tile) + 4 * tables)
+    both = 3 if layout.outliers else 1 if layout.rows_in_int8 else size
+    return weight + tile.block_m * layout.tile * both
+
+
+def _on_tensor_cores(
+    num_rows: int, rows: int, layout: WeightLayout, splits: int, gpu: Architecture
+) -> Tile:
+    # The fastest of benchmarks/cuda/tiles.py for the products of an 8B model on an H100
+    block_m = power_of_2(min(num_rows, 64 if layout.outliers else 128), 16)
+    is_wide = blocks(rows, 2 * _MIN_BLOCK_N) * blocks(num_rows, block_m) >= gpu.multiprocessors
+    block_n = 2 * _MIN_BLOCK_N if num_rows > 128 or (is_wide and block_m >= 64) else _MIN_BLOCK_N
+    is_plain = layout.scale is None
+    if is_plain and splits == 1:
+        tiles = blocks(rows, block_n) * blocks(num_rows, 256)
+        block_m = 256 if num_rows > 128 and tiles >= gpu.multiprocessors else block_m
+    tiles = blocks(rows, block_n) * blocks(num_rows, block_m)
+    unroll, stages = 1, 3 if block_m == 256 or num_rows <= 128 < 2 * block_m else 4
+    if block_m < 64:
+        unroll = 2
+        stages = (6 if splits == 1 else 3) if is_plain else 3 if layout.store == "int4" else 4
+    elif block_m == 64 and is_plain:
+        unroll, stages = 2, 3
     return Tile(
         block_m=block_m,
         block_n=block_n,
-        part=layout.part,
-        num_warps=8 if block_m * block_n > 128 * 64 else 4,
+        is_parallel=splits > 1 and tiles < 0.9 * gpu.multiprocessors,
+        unroll=unroll,
+        num_warps=block_n // 16,
         num_stages=stages,
     )
 
 
-def _narrow(num_rows: int, num_outputs: int, cols: int, layout: WeightLayout) -> Tile:
-    """Tile for few rows, whose time is reading the weight: two programs per multiprocessor.
-
-    A warp multiplies 8 rows of the weight. 4-bit codes need tiles wider than high, or all warps
-    would multiply the same.
-    """
-    block_m = power_of_2(num_rows, 16)
-    block_n = block_m * (2 if layout.store == "int4" else 1)
-    while block_n < 64 and blocks(num_outputs, 2 * block_n) >= 2 * _MULTIPROCESSORS:
-        block_n *= 2
-    part = 128 if layout.scale is None and cols % 128 == 0 else layout.part
-    columns = 4 * part if layout.store == "int4" else part
-    stage_bytes = block_n * layout.row_bytes(columns) + 2 * block_m * columns
-    programs = min(4, blocks(blocks(num_outputs, block_n), _MULTIPROCESSORS))
-    stages = min(_MOST_STAGES, max(3, _SHARED_BYTES // (programs * stage_bytes)))
-    return Tile(
-        block_m=block_m,
-        block_n=block_n,
-        part=part,
-        num_warps=min(4, block_n // 8),
-        num_stages=stages,
-    )
-
-
-def _wide(num_rows: int, num_outputs: int, layout: WeightLayout) -> Tile:
+def _wide(num_rows: int, rows: int, gpu: Architecture) -> Tile:
     """Tile for numbers that tensor cores do not multiply."""
-    block_m, block_n = power_of_2(min(num_rows, 64), 16), 16
+    block_m, block_n = power_of_2(min(num_rows, 64), 16), 32
     while (
         block_n < 64
-        and blocks(num_rows, block_m) * blocks(num_outputs, 2 * block_n) >= _MULTIPROCESSORS
+        and blocks(num_rows, block_m) * blocks(rows, 2 * block_n) >= gpu.multiprocessors
     ):
         block_n *= 2
-    return Tile(block_m=block_m, block_n=block_n, part=layout.part, num_warps=4, num_stages=3)
+    return Tile(
+        block_m=block_m, block_n=block_n, is_parallel=False, unroll=1, num_warps=4, num_stages=3
+    )
