@@ -29,10 +29,11 @@ from figures import SMOKE as SMOKE_SIZES
 from figures import Sizes, copy_bandwidth
 from numpy.typing import NDArray
 from premises import cache_bandwidth, equal_bits
-from programs import BLOCK_SIZE, compile_together, draws, executable_of, step_of
+from programs import BLOCK_SIZE, draws, executable_of, step_of
 from results import Results
 
 from headrace.backend.cuda import CudaExecutable
+from headrace.backend.cuda.compile_kernels import compile_kernels
 from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.kernels.linear import linear
 from headrace.backend.cuda.kernels.quantise_rows import quantise_rows
@@ -187,7 +188,7 @@ def products(scale: Scale) -> Iterator[Check]:
             except Exception as error:
                 yield f"products: {name}, {str(kind)[6:]}", raises(error)
     with suppress(Exception):  # the check of its layout raises it again
-        compile_together(launch for one in found for launch in one.launches)
+        compile_kernels(launch for one in found for launch in one.launches)
     for one in found:
         yield one.name, one.check
 
@@ -238,7 +239,7 @@ class Model:
     def logits(self, batch: RaggedBatch) -> Rows:
         shape = shape_of(batch)
         if shape not in self.compiled:
-            compile_together(self.executable._plan(shape).launches)
+            compile_kernels(self.executable._plan(shape).launches)
             self.compiled.add(shape)
         found = self.executable.launch(batch, logits=True).wait().logits
         assert found is not None

@@ -6,8 +6,9 @@ from itertools import product
 import torch
 import triton
 import triton.language as tl
-from programs import compile_together, seconds
+from programs import seconds
 
+from headrace.backend.cuda.compile_kernels import compile_kernels
 from headrace.backend.cuda.device import DEVICE, multiprocessors
 from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.launch import Launch, blocks
@@ -86,7 +87,7 @@ def equal_bits(size: int) -> Iterator[tuple[str, str]]:
         launches = [
             multiply(out, x, w, tile, first) for out, (tile, first) in zip(outs, tried, strict=True)
         ]
-        compile_together(launches)
+        compile_kernels(launches)
         for launch in launches:
             launch()
         for weight_first in orders:

@@ -4,8 +4,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,14 +16,13 @@ if "--smoke" in sys.argv:
 
 import numpy as np
 import torch
-import triton
 
 from headrace import _native
 from headrace.backend.cuda import CudaExecutable
+from headrace.backend.cuda.compile_kernels import compile_kernels
 from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.executable import Plan
 from headrace.backend.cuda.interpreter import is_interpreting
-from headrace.backend.cuda.launch import Launch
 from headrace.backend.cuda.step_shape import StepShape, shape_of
 from headrace.backend.cuda.stream import make_stream
 from headrace.backend_traits import KvDtype
@@ -110,25 +108,10 @@ def draws(batch: RaggedBatch, vocab: int, **params: float) -> list[SampleOp]:
     ]
 
 
-def compile_together(launches: Iterable[Launch]) -> None:
-    """Compile the kernels of launches on all cores, so that no launch waits for its own kernel."""
-    if is_interpreting():
-        return
-    with ThreadPoolExecutor() as executor, triton.AsyncCompileMode(executor):
-        for launch in launches:
-            launch.kernel.run(
-                *launch.args,
-                grid=launch.grid,
-                warmup=True,
-                **launch.constants,
-                enable_fp_fusion=False,
-            )
-
-
 def plan_of(executable: CudaExecutable, batch: RaggedBatch, captured: bool = True) -> Plan:
     """The plan of a step, optionally as a graph, with its inputs on the device."""
     shape: StepShape = shape_of(batch)
-    compile_together(executable._plan(shape).launches)
+    compile_kernels(executable._plan(shape).launches)
     if captured:
         executable._captured.add(shape)
         executable._capture(executable._plan(shape))

@@ -18,9 +18,10 @@ from typing import Any
 import programs  # before torch, which must know where kernels run
 import torch
 from figures import FORMATS
-from programs import compile_together, seconds
+from programs import seconds
 from results import Results
 
+from headrace.backend.cuda.compile_kernels import compile_kernels
 from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.kernels.linear import linear
@@ -63,7 +64,7 @@ def others(chosen: Tile, splits: int) -> Iterator[Tile]:
 
 def fits(launch: Launch) -> bool:
     try:
-        compile_together([launch])
+        compile_kernels([launch])
         launch()
     except Exception:
         return False

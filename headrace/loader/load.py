@@ -3,12 +3,13 @@ engine.
 """
 
 import logging
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.backend import Executable, compile_program
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
-from headrace.checkpoint.source import resolve
+from headrace.checkpoint.source import cache_folder, resolve
 from headrace.checkpoint.templates import Renderer
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig
@@ -122,6 +123,10 @@ def load_engine(
     spec = checkpoint.spec
     program = target_program(config, checkpoint)
     kv, draft_kv = fit_memory(config, checkpoint, program, drafts, spec.context)
+
+    if config.traits.on_gpu:
+        # Compiled kernels are kept with the models, in one folder that a container can keep.
+        os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "kernels"))
 
     mesh = mesh_of(config)
     threads = threads_per_rank(config, mesh)

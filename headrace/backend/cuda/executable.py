@@ -4,7 +4,7 @@ shape.
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from headrace.backend import HostBlocks, host_block_counts
 from headrace.backend.cuda.adapters import Adapters
+from headrace.backend.cuda.compile_kernels import compile_kernels
 from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.expert_loads import ExpertLoads
 from headrace.backend.cuda.host_blocks import CudaHostBlocks
@@ -25,9 +26,16 @@ from headrace.backend.cuda.memory import device_errors
 from headrace.backend.cuda.plain_samples import PlainStep
 from headrace.backend.cuda.progress import with_progress
 from headrace.backend.cuda.sampling import DeviceSampler, SampleStep
-from headrace.backend.cuda.sampling_layout import SampleLayout
+from headrace.backend.cuda.sampling_layout import SampleLayout, common_layouts
 from headrace.backend.cuda.step_input import StepInput, max_ints
-from headrace.backend.cuda.step_shape import StepShape, decoding, graph_rows, prefill, shape_of
+from headrace.backend.cuda.step_shape import (
+    StepShape,
+    decoding,
+    graph_rows,
+    prefill,
+    shape_of,
+    shape_rows,
+)
 from headrace.backend.cuda.stream import Stream
 from headrace.backend.cuda.ticket import CudaTicket, HostArray, Slot, Slots
 from headrace.backend.cuda.weights import Weights, read_wide, sized
@@ -277,16 +285,30 @@ class CudaExecutable:
 
     @device_errors
     def prepare(self, max_rows: int, max_logit_rows: int) -> None:
-        """Allocate memory for the largest steps. Capture graphs for steps whose rows all
-        have logits.
+        """Allocate memory for the largest steps. Compile the kernels of all steps without
+        adapters, and capture graphs for steps whose rows all have logits.
         """
         if not self._stream.has_graphs:
             return
         self._plan(prefill(max_rows, max_logit_rows))
-        for rows in with_progress(graph_rows(min(max_rows, max_logit_rows)), "graphs of steps"):
+        rows_with_graphs = graph_rows(min(max_rows, max_logit_rows))
+        # The plan of the most rows comes first: later plans fit in its memory.
+        plans = [self._plan(decoding(rows)) for rows in rows_with_graphs]
+        compile_kernels(self._kernels_to_compile(plans, max_rows, max_logit_rows))
+        for rows in with_progress(rows_with_graphs, len(rows_with_graphs), "graphs of steps"):
             shape = decoding(rows)
             self._captured.add(shape)
             self._capture(self._plan(shape))
+
+    def _kernels_to_compile(
+        self, plans: Sequence[Plan], max_rows: int, max_logit_rows: int
+    ) -> Iterator[Launch]:
+        for plan in plans:
+            yield from plan.launches
+        for rows in shape_rows(max_rows):
+            yield from self._lowered(prefill(rows, min(rows, max_logit_rows))).launches
+        for layout in common_layouts(self._sampler.num_slots):
+            yield from self._sample_launches(plans[0], layout).launches
 
     def _capture(self, plan: Plan) -> None:
         # Launches run once before their capture, here over padding rows.

@@ -1,6 +1,7 @@
 """Rows of each expert, counted on the device and read without waiting for it."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -23,7 +24,6 @@ class ExpertLoads:
             op.out.id: row[:size]
             for op, row, size in zip(ops, self._counts, self._sizes, strict=True)
         }
-        self._host = host_tensor(self._counts.numel(), torch.int64).view(self._counts.shape)
         self._mark: Mark | None = None
         self._table = expert_table([[0] * size for size in self._sizes])
 
@@ -46,6 +46,10 @@ class ExpertLoads:
             )
             self._copy()
         return self._table
+
+    @cached_property
+    def _host(self) -> torch.Tensor:
+        return host_tensor(self._counts.numel(), torch.int64).view(self._counts.shape)
 
     def _copy(self) -> None:
         self._stream.copy(self._host, self._counts)

@@ -1,6 +1,7 @@
 """Packing of stored tensors into matrices in GPU memory, some rows at a time."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,14 +10,17 @@ from numpy.typing import NDArray
 
 from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.layout import ScaleStore, WeightLayout, layout_of
+from headrace.backend.cuda.upload import in_threads, upload
 from headrace.errors import UnsupportedModelError
 from headrace.quant.dequantise import BlockScales
 from headrace.quant.formats import StoredTensor
 from headrace.quant.spec import CODEBOOKS, POWERS, Codebook, QuantSpec, floats
 
-_CHUNK_CODES = 1 << 24  # Codes that the host unpacks at a time
+_CHUNK_CODES = 1 << 22  # Codes that a thread of the host unpacks at a time
 # Max zero point of 4-bit codes: differences stay integers that bf16 holds exactly
 _MAX_ZERO_POINT = 128
+
+_PLAIN_NUMBERS = {"F32": "<f4", "F16": "<f2", "BF16": "<i2"}
 
 _TYPES: dict[str, torch.dtype] = {
     "f32": torch.float32,
@@ -79,13 +83,16 @@ def pack(tensors: Sequence[StoredTensor], layout: WeightLayout | None = None) ->
 
     first = 0
     for tensor in tensors:
-        for part in _chunks(tensor):
-            last = first + len(part)
-            if layout.scale is None:
-                values = tensor.dequantise_rows(part)
-                codes[first:last] = _padded(values, layout.padded_cols(cols)).to(codes.dtype)
+        for part in in_threads(partial(_unpacked, tensor, layout), _chunks(tensor)):
+            if not isinstance(part, CodeRows):
+                last = first + len(part)
+                numbers = upload(part)
+                if numbers.dtype == torch.int16:
+                    numbers = numbers.view(torch.bfloat16)
+                codes[first:last, :cols] = numbers.to(codes.dtype)
+                codes[first:last, cols:] = 0
             else:
-                part_codes = code_rows(tensor, part)
+                part_codes, last = part, first + len(part.codes)
                 codes[first:last] = _stored_codes(part_codes.codes, layout)
                 if layout.store == "int4" and layout.zero == "point":
                     _check_zero_points(tensor, part_codes.zeros)
@@ -114,6 +121,19 @@ def pack(tensors: Sequence[StoredTensor], layout: WeightLayout | None = None) ->
         lookup=lookup,
         column_order=columns,
     )
+
+
+def _unpacked(
+    tensor: StoredTensor, layout: WeightLayout, rows: NDArray[np.int64]
+) -> CodeRows | NDArray[Any]:
+    """Unpack rows for a layout. Plain numbers stay as they are stored, bf16 as int16."""
+    if layout.scale is not None:
+        return code_rows(tensor, rows)
+    dtype = _PLAIN_NUMBERS.get(tensor.format.name)
+    if dtype is None:
+        return tensor.dequantise_rows(rows)
+    stored = rows if tensor.row_order is None else tensor.row_order[rows]
+    return tensor.parts["codes"][stored].reshape(len(rows), -1).view(dtype)
 
 
 def _check_zero_points(tensor: StoredTensor, zero_points: Any) -> None:
@@ -225,7 +245,7 @@ def as_words(table: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _padded(values: NDArray[Any], cols: int) -> torch.Tensor:
-    return torch.from_numpy(np.pad(values, ((0, 0), (0, cols - values.shape[1])))).to(DEVICE)
+    return torch.nn.functional.pad(upload(values), (0, cols - values.shape[1]))
 
 
 def _table(
@@ -235,9 +255,7 @@ def _table(
     if isinstance(numbers, BlockScales):
         super_scales = numbers.super_scales.astype(np.float16)
         sub_scales = np.ascontiguousarray(numbers.sub_scales)
-        return super_block_table(
-            torch.from_numpy(super_scales).to(DEVICE), torch.from_numpy(sub_scales).to(DEVICE)
-        )
+        return super_block_table(upload(super_scales), upload(sub_scales))
     pairs = table.ndim == 3
     repeated = (
         _padded(np.repeat(numbers, repeats, axis=1)[:, :groups], len(table) * (1 + pairs))
@@ -250,9 +268,11 @@ def _table(
 def _stored_codes(codes: NDArray[Any], layout: WeightLayout) -> torch.Tensor:
     # [rows, cols] padded to whole tiles
     padded = _padded(
-        codes.astype(np.int16) if layout.store.startswith("int") else codes,
+        codes,
         layout.padded_cols(codes.shape[1]),
     )
+    if layout.store.startswith("int"):
+        padded = padded.to(torch.int16)
     if layout.planes == 1:
         if layout.store == "int8":
             return (padded - layout.offset).to(torch.int8)

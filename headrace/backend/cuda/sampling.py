@@ -210,6 +210,10 @@ class DeviceSampler:
         self._vocab, self._chunk, self._listed = vocab, chunk, listed
 
     @property
+    def num_slots(self) -> int:
+        return len(self._samplers.state)
+
+    @property
     def mask_words(self) -> int:
         return mask_words(self._vocab)
 

@@ -1,5 +1,6 @@
 """Layout of a step's sampling integers: the kernels' input and their results."""
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from headrace.backend.cuda.kernels import sample_table as table
@@ -65,6 +66,34 @@ class SampleLayout(NamedTuple):
         each.
         """
         return _split(area, self._results)
+
+
+def common_layouts(slots: int) -> Iterator[SampleLayout]:
+    """Layouts whose kernels, together, are those of most steps without drafts.
+
+    Kernels do not depend on the number of samples, but on the alignment of the parts.
+    """
+    for samples in (4, 2, 1):
+        for described in (0, samples):
+            for adjusted, noisy, filtered in (
+                (False, False, False),
+                (False, True, False),
+                (False, True, True),
+                (True, False, False),
+                (True, True, True),
+            ):
+                yield SampleLayout(
+                    samples=samples,
+                    nodes=1,
+                    entries=samples if adjusted else 0,
+                    masks=0,
+                    described=described,
+                    top=described and 1,
+                    slots=slots,
+                    is_adjusted=adjusted,
+                    is_noisy=noisy,
+                    is_filtered=filtered,
+                )
 
 
 def _split(area: Any, shapes: list[tuple[int, int]]) -> list[Any]:

@@ -67,8 +67,12 @@ def prefill(rows: int, logit_rows: int) -> StepShape:
 
 def graph_rows(max_rows: int) -> list[int]:
     """Rows of the steps with graphs, largest first."""
-    max_rows = round_up(min(max_rows, _MAX_GRAPH_ROWS))
-    return sorted({round_up(rows) for rows in range(1, max_rows + 1)}, reverse=True)
+    return shape_rows(min(max_rows, _MAX_GRAPH_ROWS))
+
+
+def shape_rows(max_rows: int) -> list[int]:
+    """Rows of all shapes, largest first."""
+    return sorted({round_up(rows) for rows in range(1, round_up(max_rows) + 1)}, reverse=True)
 
 
 def round_up(rows: int) -> int:

@@ -1,5 +1,6 @@
 """Streams: ordered launches, copies and marks on a device, asynchronous to the host."""
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -69,10 +70,23 @@ class CudaStream:
             launch()
 
     def capture(self, launches: Sequence[Launch]) -> Callable[[], None]:
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.run(launches)
+        # torch's own `graph` would wait for the device and free its cache, in the middle of
+        # serving. Here a capture runs nothing and allocates nothing, and calls of other threads
+        # are no part of it.
+        if not launches:
+            return lambda: None
+        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.disable()  # a collected tensor may query an event, which a capture forbids
+        try:
+            with torch.cuda.stream(self._capturing):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    self.run(launches)
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
         launch_all: Callable[[], None] = graph.replay
         return launch_all
 
@@ -109,6 +123,10 @@ class CudaStream:
         torch.cuda.current_stream().wait_event(mark)
 
     def catch_up(self) -> None: ...
+
+    @cached_property
+    def _capturing(self) -> Any:
+        return torch.cuda.Stream()
 
     @cached_property
     def _copying(self) -> dict[str, Any]:
