@@ -1,5 +1,6 @@
 """The engine on the GPU backend: the tokens of the reference, and promise 1, to the bit."""
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.backend.cuda import CudaExecutable, compile, executable, ticket
+from headrace.backend.cuda.launch import Launch
 from headrace.config import KvConfig
 from headrace.engine.engine import Engine
 from headrace.errors import RequestError
@@ -156,6 +158,23 @@ def test_graphs_and_late_results_change_no_token(multi_step_ms: float) -> None:
     engine, stream = late_engine(WINDOWS, prepared=True, multi_step_ms=multi_step_ms)
     keeps_the_promise(engine, [0, 1, 3, 2], 1, expected, True, REQUESTS)
     assert stream.late > 10 and stream.captured >= 3 and stream.replayed >= 3
+
+
+def test_requests_meet_only_kernels_that_prepare_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel and its constants, in steps without drafts, masks and adapters."""
+    prepared: list[Launch] = []
+    monkeypatch.setattr(executable, "compile_kernels", lambda launches: prepared.extend(launches))
+    engine, _ = late_engine(LLAMA, prepared=True, max_num_batched_tokens=20)
+
+    def kinds(launches: Iterable[Launch]) -> set[str]:
+        return {f"{launch.name} {launch.constants}" for launch in launches}
+
+    run: list[Launch] = []
+    runs = LateStream.run
+    monkeypatch.setattr(LateStream, "run", lambda self, ls: (run.extend(ls), runs(self, ls)))
+    run_all(engine, REQUESTS)
+    assert len(kinds(run)) > 15 and kinds(run) <= kinds(prepared)
+    assert "sample_filter_kernel" in " ".join(kinds(run))
 
 
 def test_more_launches_in_flight_than_slots(
