@@ -134,12 +134,15 @@ def stage_bytes(tile: Tile, layout: WeightLayout, activations: torch.dtype) -> i
 def _on_tensor_cores(
     num_rows: int, rows: int, layout: WeightLayout, splits: int, gpu: Architecture
 ) -> Tile:
-    # The fastest of benchmarks/cuda/tiles.py for the products of an 8B model on an H100
-    block_m = power_of_2(min(num_rows, 64 if layout.outliers else 128), 16)
+    # The fastest of benchmarks/cuda/tiles.py for the products of an 8B model on an H100. Where
+    # warps multiply alone, decoded numbers and sums of large tiles exceed the registers.
+    is_plain = layout.scale is None
+    multiplies_alone = not (gpu.has_wgmma or gpu.capability[0] == 10)
+    is_small = layout.outliers or (multiplies_alone and not is_plain)
+    block_m = power_of_2(min(num_rows, 64 if is_small else 128), 16)
     is_wide = blocks(rows, 2 * _MIN_BLOCK_N) * blocks(num_rows, block_m) >= gpu.multiprocessors
     block_n = 2 * _MIN_BLOCK_N if num_rows > 128 or (is_wide and block_m >= 64) else _MIN_BLOCK_N
-    is_plain = layout.scale is None
-    if is_plain and splits == 1:
+    if is_plain and splits == 1 and not multiplies_alone:
         tiles = blocks(rows, block_n) * blocks(num_rows, 256)
         block_m = 256 if num_rows > 128 and tiles >= gpu.multiprocessors else block_m
     tiles = blocks(rows, block_n) * blocks(num_rows, block_m)
