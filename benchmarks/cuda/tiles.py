@@ -78,7 +78,7 @@ def try_tiles(weights: list[PackedWeight], rows: int, outputs: int, gate: bool) 
     out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=DEVICE)
     workspace = Workspace()
     splits = splits_for(weights[0].rows, cols, layout, torch.bfloat16)
-    chosen = tile_for(rows, weights[0].rows, layout, torch.bfloat16, splits=splits)
+    chosen = tile_for(rows, weights[0].rows, cols, layout, torch.bfloat16, splits=splits)
 
     def launch(weight: PackedWeight, tile: Tile) -> Launch:
         activation = "silu" if gate else ""

@@ -81,7 +81,11 @@ class Case(NamedTuple):
         )
 
 
-FEW = [Case("8b", "BF16", rows=(1, 512)), Case("8b", "Q4_0", "int8", rows=(1,))]
+FEW = [
+    Case("8b", "BF16", rows=(1, 512)),
+    Case("8b", "Q4_0", "int8", rows=(1,)),
+    Case("135m", "Q8_0", rows=(1, 512)),
+]
 ON_ALL_CHIPS = [
     Case("8b", "BF16"),
     Case("8b", "Q8_0", "int8"),

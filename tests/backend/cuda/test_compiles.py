@@ -112,6 +112,8 @@ def test_columns_are_summed_alike_at_every_number_of_rows() -> None:
             orders[kernel["chip"], kernel["kernel"], kernel["weight"]] |= floats
     assert orders
     assert not {weight: found for weight, found in orders.items() if len(found) > 1}
+    on_hopper = {dot for (chip, *_), found in orders.items() if chip == "sm_90" for dot in found}
+    assert on_hopper <= {"in order"}
 
 
 def spilt(kernel: Kernel) -> int:

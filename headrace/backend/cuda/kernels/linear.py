@@ -41,7 +41,9 @@ def linear(
     codes, code_scales = quantised or (x, x)
     multiply_type = activations or x.dtype
     splits = splits_for(weight.rows, weight.cols, weight.layout, multiply_type)
-    tile = tile or tile_for(len(x), weight.rows, weight.layout, multiply_type, splits=splits)
+    tile = tile or tile_for(
+        len(x), weight.rows, weight.cols, weight.layout, multiply_type, splits=splits
+    )
     num_tiles = blocks(len(x), tile.block_m) * blocks(weight.rows, tile.block_n)
     partials, arrivals = out, out
     if tile.is_parallel:

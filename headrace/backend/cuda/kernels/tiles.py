@@ -59,9 +59,15 @@ def splits_for(rows: int, cols: int, layout: WeightLayout, activations: torch.dt
 
 
 def tile_for(
-    num_rows: int, rows: int, layout: WeightLayout, activations: torch.dtype, *, splits: int
+    num_rows: int,
+    rows: int,
+    cols: int,
+    layout: WeightLayout,
+    activations: torch.dtype,
+    *,
+    splits: int,
 ) -> Tile:
-    """Choose a tile for a number of rows of activations, and rows of a weight."""
+    """Choose a tile for a number of rows of activations, and a weight [rows, cols]."""
     if is_interpreting():
         return Tile(
             block_m=power_of_2(min(num_rows, 64), 16),
@@ -75,7 +81,7 @@ def tile_for(
     if activations == torch.float32 or layout.store == "f32":
         tile = _wide(num_rows, rows, gpu)
     else:
-        tile = _on_tensor_cores(num_rows, rows, layout, splits, gpu)
+        tile = _on_tensor_cores(num_rows, rows, cols, layout, splits, gpu)
     return fitted(tile, layout, activations)
 
 
@@ -131,8 +137,23 @@ def stage_bytes(tile: Tile, layout: WeightLayout, activations: torch.dtype) -> i
     return weight + tile.block_m * layout.tile * both
 
 
+def _is_faster_in_parallel(
+    tile: Tile, num_rows: int, rows: int, cols: int, splits: int, multiprocessors: int
+) -> bool:
+    """Whether a program for each range of columns saves more than the partial sums cost.
+
+    Seconds of an H100: 1.1e-6 for 128 columns of a tile, 2.5e12 bytes of sums per second,
+    written and read, and 3e-6 until the last program has added them.
+    """
+    tiles = blocks(rows, tile.block_n) * blocks(num_rows, tile.block_m)
+    at_once = multiprocessors * (2 if tile.block_n == _MIN_BLOCK_N else 1)
+    alone = cols / 128 * 1.1e-6
+    apart = alone * blocks(tiles * splits, at_once) / splits
+    return apart + 8 * splits * num_rows * rows / 2.5e12 + 3e-6 < alone * blocks(tiles, at_once)
+
+
 def _on_tensor_cores(
-    num_rows: int, rows: int, layout: WeightLayout, splits: int, gpu: Architecture
+    num_rows: int, rows: int, cols: int, layout: WeightLayout, splits: int, gpu: Architecture
 ) -> Tile:
     # The fastest of benchmarks/cuda/tiles.py for the products of an 8B model on an H100. Where
     # warps multiply alone, decoded numbers and sums of large tiles exceed the registers.
@@ -145,21 +166,24 @@ def _on_tensor_cores(
     if is_plain and splits == 1 and not multiplies_alone:
         tiles = blocks(rows, block_n) * blocks(num_rows, 256)
         block_m = 256 if num_rows > 128 and tiles >= gpu.multiprocessors else block_m
-    tiles = blocks(rows, block_n) * blocks(num_rows, block_m)
     unroll, stages = 1, 3 if block_m == 256 or num_rows <= 128 < 2 * block_m else 4
     if block_m < 64:
         unroll = 2
         stages = (6 if splits == 1 else 3) if is_plain else 3 if layout.store == "int4" else 4
     elif block_m == 64 and is_plain:
         unroll, stages = 2, 3
-    return Tile(
+    tile = Tile(
         block_m=block_m,
         block_n=block_n,
-        is_parallel=splits > 1 and tiles < 0.9 * gpu.multiprocessors,
+        is_parallel=False,
         unroll=unroll,
         num_warps=block_n // 16,
         num_stages=stages,
     )
+    is_parallel = splits > 1 and _is_faster_in_parallel(
+        tile, num_rows, rows, cols, splits, gpu.multiprocessors
+    )
+    return tile._replace(is_parallel=is_parallel)
 
 
 def _wide(num_rows: int, rows: int, gpu: Architecture) -> Tile:
