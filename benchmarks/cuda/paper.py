@@ -22,7 +22,7 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "0"
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from costs import Context, label, launch_bytes
+from costs import Context, arguments, label, launch_bytes
 
 from headrace.backend.cuda import CudaExecutable
 from headrace.backend.cuda.architecture import H100
@@ -47,9 +47,11 @@ the bf16 products beyond their bytes.
 """
 LATENCY = 0.8e-6
 """Seconds of a load from memory."""
-WAIT = 2.5
+RANGES = 1.5e-6
+"""Seconds in which the last program adds the sums of ranges of columns, from the cache."""
+WAIT = 2.0
 """Clocks that a warp waits for its last instruction when its turn comes, fitted: with w warps on a
-scheduler, w + 2.5 clocks pass between two instructions of a warp.
+scheduler, w + 2 clocks pass between two instructions of a warp.
 """
 
 
@@ -98,19 +100,25 @@ class Model:
             return Cost(1, moved, 0, 0, LAUNCH + chain + moved / COPIED, "launch")
         kernel = self.kernel(launch)
         together = compiling.resident(kernel, H100, programs)
-        waves = ceil(programs / (H100.multiprocessors * together))
-        clocks = kernel["loop"]["instructions"] * (together * kernel["warps"] / 4 + WAIT)
-        multiplied = together * products * H100.multiprocessors / MULTIPLIED
+        # Of the busiest multiprocessor: groups of programs that run together, and the rest.
+        groups, rest = divmod(ceil(programs / H100.multiprocessors), together)
+        each = kernel["loop"]["instructions"] / CLOCK
+        issue = each * sum(
+            count * (number * kernel["warps"] / 4 + WAIT)
+            for count, number in ((groups, together), (rest > 0, rest))
+        )
+        most = groups * together + rest
+        multiplied = most * products * H100.multiprocessors / MULTIPLIED
         cache = loads * rounds * programs
         times = {
             "memory": moved / COPIED,
             "cache": (moved + cache) / CACHED,
-            "instructions": waves * rounds * (clocks / CLOCK + multiplied),
+            "instructions": rounds * (issue + multiplied),
         }
         bound = max(times, key=lambda name: times[name])
-        took = LAUNCH + RAMP + times[bound]
+        took = LAUNCH + RAMP + times[bound] + RANGES * bool(constants.get("PARALLEL"))
         if launch.name == "attention_kernel" and not kernel["prefetched"]:
-            took += waves * rounds * (LATENCY + moved / COPIED / (rounds * waves))
+            took += (groups + (rest > 0)) * rounds * LATENCY + moved / COPIED
             bound = "latency"
         slots = int(rounds * programs * kernel["loop"]["instructions"] * kernel["warps"])
         return Cost(1, moved, int(cache), slots, took, bound)
@@ -118,15 +126,11 @@ class Model:
 
 def _linear_rounds(launch: Launch) -> tuple[float, int, int]:
     """Rounds of a program, bytes of activations in each, and operations on tensor cores."""
-    constants, named = (
-        launch.constants,
-        dict(zip(launch.kernel.arg_names, launch.args, strict=False)),
-    )
+    constants, named = launch.constants, arguments(launch)
     weights, rows = compiling.loop_weights(launch), constants["BLOCK_M"]
-    columns = weights // constants["BLOCK_N"]
-    halves = 2 if constants["GATE"] else 1
-    splits = launch.grid[1] if len(launch.grid) > 1 else 1
-    return halves * ceil(named["K"] / columns) / splits, 2 * rows * columns, 2 * rows * weights
+    times = ceil(named["M"] / rows)
+    rounds = times * named["num_rows"] * named["K"] / weights / prod(launch.grid)
+    return rounds, 2 * rows * weights // constants["BLOCK_N"], 2 * rows * weights
 
 
 def _attention_rounds(launch: Launch, context: Context, rows: int) -> tuple[float, int]:

@@ -325,12 +325,7 @@ def loop_weights(launch: Launch) -> int:
     constants = launch.constants
     if "BLOCK_N" not in constants:
         return 0
-    form = constants.get("FORMAT")
-    if form is not None:
-        columns = int(form.tile)
-    else:
-        columns = constants["PART"] * (4 if constants["STORE"] == "int4" else 1)
-    return int(constants["BLOCK_N"]) * columns
+    return int(constants["BLOCK_N"] * constants["FORMAT"].tile * constants.get("UNROLL", 1))
 
 
 def weight_of(launch: Launch) -> str:
@@ -338,8 +333,7 @@ def weight_of(launch: Launch) -> str:
     constants = launch.constants
     if "BLOCK_N" not in constants:
         return ""
-    names = ("FORMAT", "STORE", "SCALE", "ZERO", "LOOKUP", "COMPUTE", "PRECISION", "OUTLIERS")
-    return str([constants[name] for name in names if name in constants])
+    return str((constants["FORMAT"], constants.get("OUTLIERS")))
 
 
 def bytes_in_flight(kernel: dict[str, Any], gpu: Architecture, programs: int) -> int:
