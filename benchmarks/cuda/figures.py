@@ -127,8 +127,6 @@ def model_figures(name: str, number: str, copied: float, sizes: Sizes) -> Iterat
         floor = FLOORS.get((name, number, "share of copy bandwidth")) if rows == 1 else None
         yield from latency(executable, own, rows, copied, floor, sizes)
     yield from prefill(executable, spec, own, FLOORS.get((name, number, "prefill")), sizes)
-    if number == "bf16":
-        yield from invariance(executable, own, sizes)
     if number == "int4":
         yield host_work(executable, spec, f"{own}: work of the host", False, sizes)
         yield host_work(executable, spec, f"{own}: work of the host, further launches", True, sizes)
@@ -137,6 +135,8 @@ def model_figures(name: str, number: str, copied: float, sizes: Sizes) -> Iterat
         yield Figure.of(
             f"{own}: {seqs} sequences", "tokens/s", serve(executable, spec, seqs, sizes)
         )
+    if number == "bf16":
+        yield from invariance(executable, own, sizes)
 
 
 def latency(

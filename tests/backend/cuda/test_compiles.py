@@ -32,7 +32,8 @@ Kernel = dict[str, Any]
 def kernels() -> list[Kernel]:
     """Kernels of a few programs, or of all in `make test-triton`."""
     if examples(1) == 1:
-        return compiled()
+        few = ["8b-Q8_0-int8", "--rows", "1", "64", "--kernel", "linear"]
+        return [*compiled(), *compiled(*few, *on("sm_89", "sm_90"))]
     others = compiled(*ON_ALL_CHIPS, *on("sm_80", "sm_89", "sm_100", "sm_120"))
     without_ptx = compiled("8b-BF16", "8b-Q8_0-int8", "--rows", "1", "64", *on("gfx942"))
     return [*compiled("--all"), *others, *without_ptx]
