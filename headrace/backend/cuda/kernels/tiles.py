@@ -159,7 +159,7 @@ def _on_tensor_cores(
     # warps multiply alone, decoded numbers and sums of large tiles exceed the registers.
     is_plain = layout.scale is None
     multiplies_alone = not (gpu.has_wgmma or gpu.capability[0] == 10)
-    is_small = layout.outliers or (multiplies_alone and not is_plain)
+    is_small = layout.outliers or (multiplies_alone and (layout.is_wide or not is_plain))
     block_m = power_of_2(min(num_rows, 64 if is_small else 128), 16)
     is_wide = blocks(rows, 2 * _MIN_BLOCK_N) * blocks(num_rows, block_m) >= gpu.multiprocessors
     block_n = 2 * _MIN_BLOCK_N if num_rows > 128 or (is_wide and block_m >= 64) else _MIN_BLOCK_N
