@@ -323,15 +323,15 @@ def prefetched(ttgir: str) -> int:
 def loop_weights(launch: Launch) -> int:
     """Weights that a program multiplies in a round of its loop; 0: the kernel has no weights."""
     constants = launch.constants
-    if "BLOCK_N" not in constants:
+    if "UNROLL" not in constants:
         return 0
-    return int(constants["BLOCK_N"] * constants["FORMAT"].tile * constants.get("UNROLL", 1))
+    return int(constants["BLOCK_N"] * constants["FORMAT"].tile * constants["UNROLL"])
 
 
 def weight_of(launch: Launch) -> str:
     """How the kernel multiplies its weight: the same in launches that must have the same bits."""
     constants = launch.constants
-    if "BLOCK_N" not in constants:
+    if "UNROLL" not in constants:
         return ""
     return str((constants["FORMAT"], constants.get("OUTLIERS")))
 

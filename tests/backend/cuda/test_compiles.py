@@ -65,7 +65,7 @@ def name_of(kernel: Kernel) -> str:
 def multiplies(kernel: Kernel) -> bool:
     """Whether the kernel multiplies on tensor cores, by instructions that have names here."""
     weight = kernel["weight"] if kernel["chip"] not in ("sm_100", "gfx942") else ""
-    is_bf16 = "compute='bf16'" in weight or kernel["constants"].get("COMPUTE") == "bf16"
+    is_bf16 = "compute='bf16'" in weight
     return bool(weight) and (is_bf16 or kernel["constants"].get("INT8", False))
 
 
