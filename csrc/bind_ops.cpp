@@ -414,6 +414,7 @@ void attention(Plan& p, int out, int q, std::array<int, 2> layer, int num_heads,
   require(pairs.size() <= size_t{64} * heads, "a key bias has at most 64 pairs for each head");
   p.writes_pieces(out);
   AttentionWork& work = p.attention_work(at.group, num_heads, value_dim);
+  p.reads_kv(work, at.layer);
   for (auto& op : make_attention({out, q, at.layer, value_dim, scale, softcap, std::move(slopes),
                                   sinks, std::move(pairs)},
                                  work, heads))

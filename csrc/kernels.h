@@ -151,14 +151,23 @@ struct NoiseStream {
   uint64_t seed;
 };
 
+// While a matrix kernel multiplies blocks of so many rows, memory has time for what comes later:
+// so many lines for each group of columns.
+constexpr int kRowsToReadAheadFor = 10, kLinesAhead = 6;
+constexpr bool reads_ahead(Format f) {
+  return is_grouped(f) && !is_table(f) && f != Format::kGrid && !is_sub16(unit_of(f).scales);
+}
+
 struct Kernels {
   const char* name;
   int max_rows;     // rows of an activation block
   int max_queries;  // query vectors of an AttendSplit
 
   // out[rows][16] = 16 weight rows times a block of activation rows.
+  // `later`: what this thread reads later, or null. Kernels of `reads_ahead` fetch kLinesAhead
+  // lines of it for each group.
   using Matmul = void (*)(const uint8_t* tile, const TileShape& shape, const uint8_t* block,
-                          float* out);
+                          float* out, const uint8_t* later);
   Matmul matmul[kNumModes][kNumFormats][16];  // [mode][format][rows - 1]
   Form form[kNumModes][kNumFormats];          // the activations that these kernels read
 

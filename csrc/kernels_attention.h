@@ -21,15 +21,6 @@ struct KvBf16 {
   static constexpr int kKeyNumbers = kPairStride;  // of x for a line of keys
   static constexpr int kWeightSize =
       kSplitTokens / 2 * kPairStride;  // numbers that are the weights of a split
-  template <int N>
-  static HR_INLINE void dot_keys(Vf (&sums)[N], const uint8_t* line, const Pair* x, size_t stride) {
-    dot_pairs(sums, line, x, stride);
-  }
-  template <int N>
-  static HR_INLINE void dot_values(Vf (&sums)[N], const uint8_t* lines, int i, const Pair* x,
-                                   size_t stride) {
-    dot_pairs(sums, lines + 64 * i, x, stride);
-  }
   static HR_INLINE const Pair* query(const AttendSplit& t) {
     return reinterpret_cast<const Pair*>(t.queries);
   }
@@ -123,7 +114,7 @@ template <int Bits>
 struct KvQuantised {
   using Sum = Vi;
   using Query = int16_t;
-  static constexpr bool kIsQuantised = true;
+  static constexpr bool kIsQuantised = true, kHasPairs = false;
   static constexpr int kBits = Bits, kTokensPerLine = 4, kPartsPerLine = 8 / Bits, kRight = 64;
   static constexpr int kKeyNumbers = 32 / Bits;
   static constexpr int kWeightSize = kSplitTokens;
@@ -253,7 +244,7 @@ HR_INLINE void score_queries(const AttendSplit& t, Lanes lanes, const typename K
                              size_t stride, float (*scores)[kSplitTokens]) {
   const int lines = t.shape.key_lines();
   for (int b = lanes.begin / kKvTile; b * kKvTile < lanes.end; b++) {
-    typename Kv::Sum left[Num] = {}, right[Num] = {};
+    typename Kv::Sum sums[2][Num] = {};  // of the first and the last 16 tokens
     const uint8_t* line = t.kv.at[b];
     // Prefetch keys two blocks ahead: the next block would be needed before memory
     // delivers it.
@@ -268,12 +259,16 @@ HR_INLINE void score_queries(const AttendSplit& t, Lanes lanes, const typename K
         prefetch_l2(upcoming + 128 * d), prefetch_l2(upcoming + 128 * d + 64);
         prefetch_l2(values), prefetch_l2(values + 64);
       }
-      Kv::dot_keys(left, line, query, stride);
-      Kv::dot_keys(right, line + Kv::kRight, query, stride);
+      if constexpr (Kv::kHasPairs) {
+        dot_lines(sums, line, query, stride);
+      } else {
+        Kv::dot_keys(sums[0], line, query, stride);
+        Kv::dot_keys(sums[1], line + Kv::kRight, query, stride);
+      }
     }
     each<Num>([&](int n) HR_INLINE_LAMBDA {
-      store(scores[n] + b * kKvTile, product<Kv>(t, n, left[n], line, 0));
-      store(scores[n] + b * kKvTile + 16, product<Kv>(t, n, right[n], line, 16));
+      store(scores[n] + b * kKvTile, product<Kv>(t, n, sums[0][n], line, 0));
+      store(scores[n] + b * kKvTile + 16, product<Kv>(t, n, sums[1][n], line, 16));
     });
   }
 }
@@ -361,43 +356,71 @@ HR_INLINE void encode(const AttendSplit& t, int n, Lanes seen, Lanes all, float*
   out.min[n] = reduce_add(min_sum);
 }
 
-// weights[token] = 2^(score - max), or 0 for tokens that query n does not see, and
+// The whole lines of the split with tokens that query n sees; none if it sees none.
+HR_INLINE Lanes lines_seen(const AttendSplit& t, int n, Lanes all) {
+  const Lanes seen = visible_to(t, n);
+  const bool any = seen.begin < seen.end;
+  const int begin = (any ? seen.begin : all.begin) & -16;
+  return {begin, any ? (seen.end + 15) & -16 : begin};
+}
+
+// The highest score of query n in each lane, of its lines. Query n may see only part of the
+// first and the last: hides the other lanes there.
+HR_INLINE Vf top_scores(const AttendSplit& t, int n, Lanes lines, float* scores) {
+  if (t.softcap > 0 || t.slopes) apply_softcap_alibi(t, n, lines.begin, lines.end, scores);
+  const Lanes seen = visible_to(t, n);
+  const auto hide = [&](int i) {
+    store(scores + i, keep_lanes(load(scores + i), seen.begin - i, seen.end - i, kNoMax));
+  };
+  if (lines.begin < lines.end) hide(lines.begin), hide(lines.end - 16);
+  Vf even = set1(kNoMax), odd = even;
+  int i = lines.begin;
+  for (; i + 32 <= lines.end; i += 32) {
+    even = max(even, load(scores + i));
+    odd = max(odd, load(scores + i + 16));
+  }
+  if (i < lines.end) even = max(even, load(scores + i));
+  return max(even, odd);
+}
+
+// weights[token] = 2^(score * unit - high), or 0 for tokens that query n does not see, and
 // their sum. Scores are in units of ln 2, so that a power of two is a power of e.
 template <class Kv, int Num>
-HR_INLINE void softmax(const AttendSplit& t, int n, Lanes all, float* scores,
-                       Weights<Kv, Num>& weights) {
-  const Lanes seen = visible_to(t, n);
+HR_INLINE void weights_of(const AttendSplit& t, int n, Lanes lines, Lanes all, float unit,
+                          float high, float* scores, Weights<Kv, Num>& weights) {
   const auto put = [&](int i, Vf w) {
     if constexpr (Kv::kIsQuantised)
       store(scores + i, w);
     else
       Kv::put_weights(weights.numbers[n], i, w);
   };
-  // Query n may see only part of the first and the last line: hide the other lanes
-  // there.
-  const bool any = seen.begin < seen.end;
-  const int begin = (any ? seen.begin : all.begin) & -16, end = any ? (seen.end + 15) & -16 : begin;
-  const auto hide = [&](int i) {
-    store(scores + i, keep_lanes(load(scores + i), seen.begin - i, seen.end - i, kNoMax));
-  };
-  const bool adjusted = t.softcap > 0 || t.slopes;
-  if (adjusted) apply_softcap_alibi(t, n, begin, end, scores);
-  if (any) hide(begin), hide(end - 16);
-  Vf top = set1(kNoMax), sum = zero();
-  for (int i = begin; i < end; i += 16) top = max(top, load(scores + i));
-  const float unit = (adjusted ? 1.0f : t.scale) * 1.44269504f, high = reduce_max(top) * unit;
+  Vf sum = zero();
 #pragma GCC unroll 2
-  for (int i = begin; i < end; i += 16) {
+  for (int i = lines.begin; i < lines.end; i += 16) {
     const Vf w = exp2(fma(load(scores + i), set1(unit), set1(-high)));
     sum = add(sum, w);
     put(i, w);
   }
-  t.max[n] = any ? high : kNoMax;
+  t.max[n] = lines.begin < lines.end ? high : kNoMax;
   t.sum[n] = reduce_add(sum);
   if constexpr (Kv::kIsQuantised)
-    return encode(t, n, {begin, end}, {all.begin & -16, all.end}, scores, weights);
-  for (int i = all.begin & -16; i < begin; i += 16) put(i, zero());
-  for (int i = end; i < all.end; i += 16) put(i, zero());
+    return encode(t, n, lines, {all.begin & -16, all.end}, scores, weights);
+  for (int i = all.begin & -16; i < lines.begin; i += 16) put(i, zero());
+  for (int i = lines.end; i < all.end; i += 16) put(i, zero());
+}
+
+// The softmax of all queries. First their maxima: each waits for itself, and the weights
+// wait for it.
+template <class Kv, int Num>
+HR_INLINE void softmax(const AttendSplit& t, Lanes all, float (*scores)[kSplitTokens],
+                       Weights<Kv, Num>& weights) {
+  const float unit = (t.softcap > 0 || t.slopes ? 1.0f : t.scale) * 1.44269504f;
+  Vf tops[Num];
+  float highs[Num];
+  for (int n = 0; n < Num; n++) tops[n] = top_scores(t, n, lines_seen(t, n, all), scores[n]);
+  for (int n = 0; n < Num; n++) highs[n] = reduce_max(tops[n]) * unit;
+  for (int n = 0; n < Num; n++)
+    weights_of<Kv, Num>(t, n, lines_seen(t, n, all), all, unit, highs[n], scores[n], weights);
 }
 
 // out[query][dims d .. d + 16 Lines) = weights @ V.
@@ -424,9 +447,12 @@ HR_INLINE void weigh_lines(const AttendSplit& t, int d, Lanes lanes,
           prefetch_l2(upcoming + k * row + i / Kv::kPartsPerLine * 64);
       const auto* w = &weights.numbers[0][(b * kKvTile / Kv::kTokensPerLine + k) *
                                           (Kv::kWeightSize / (kSplitTokens / Kv::kTokensPerLine))];
-      each<Lines>([&](int i) HR_INLINE_LAMBDA {
-        Kv::dot_values(acc[i], lines, part + i, w, Kv::kWeightSize);
-      });
+      if constexpr (Kv::kHasPairs)
+        dot_lines(acc, lines, w, Kv::kWeightSize);
+      else
+        each<Lines>([&](int i) HR_INLINE_LAMBDA {
+          Kv::dot_values(acc[i], lines, part + i, w, Kv::kWeightSize);
+        });
     }
   }
   each<Lines>([&](int i) HR_INLINE_LAMBDA {
@@ -456,7 +482,7 @@ void attend_num(const AttendSplit& t) {
   const Lanes lanes = visible_to_any(t);
   score<Kv, Num>(t, lanes, scores);
   if (t.num_waves) add_waves<Num>(t, lanes, scores);
-  for (int n = 0; n < Num; n++) softmax<Kv, Num>(t, n, lanes, scores[n], weights);
+  softmax<Kv, Num>(t, lanes, scores, weights);
   int d = 0;
   if constexpr (8 * Num <= kAccumulators) d = weigh<Kv, Num, 8>(t, d, lanes, weights);
   if constexpr (4 * Num <= kAccumulators) d = weigh<Kv, Num, 4>(t, d, lanes, weights);

@@ -185,10 +185,11 @@ HR_INLINE void add_group(Vf* acc, const W& w, const GroupScale<U.scales>& s, con
 }
 
 // The same for all rows, two at a time. The float sums of two rows, which wait for the last
-// of their dots, come between those of the next two.
+// of their dots, come between those of the next two. So do the lines of `later`, which is null
+// if there is nothing to fetch: fetched together, dots would wait for them.
 template <Unit U, int Rows, class W>
 HR_INLINE void add_rows_in_turns(Vf* acc, const W& w, const GroupScale<U.scales>& s,
-                                 const uint8_t* group) {
+                                 const uint8_t* group, const uint8_t* later) {
   const auto* x = reinterpret_cast<const int8_t*>(group);
   const auto* scales = reinterpret_cast<const float*>(group + kGroup * Rows);
   const auto* zero_sums = reinterpret_cast<const int32_t*>(scales + Rows);
@@ -204,6 +205,7 @@ HR_INLINE void add_rows_in_turns(Vf* acc, const W& w, const GroupScale<U.scales>
     };
     for (int i = m; i < m + 2 && i < Rows; i++) sums[i] = start_of_sum<U>(zero_sums[i], s.shifted);
     half_dots(0);
+    if (Rows >= kRowsToReadAheadFor && p < kLinesAhead && later) prefetch_l2(later + 64 * p);
     for (int i = m - 2; i >= 0 && i < m && i < Rows; i++) {
       acc[i] = fma(to_float(sums[i]), mul(s.scale, set1(scales[i])), acc[i]);
       if (s.shifted) acc[i] = fma(s.min, set1(scales[3 * Rows + i]), acc[i]);
@@ -232,9 +234,9 @@ constexpr int kFetchAhead = 7168;
 // All rows of a block times a group, with their offsets if they have any.
 template <Unit U, int Rows, bool Offset, class W>
 HR_INLINE void add_whole_group(Vf* acc, const W& w, const GroupScale<U.scales>& s,
-                               const uint8_t* block) {
+                               const uint8_t* block, const uint8_t* later = nullptr) {
   if constexpr (kSumsBetweenDots && !is_sub16(U.scales) && Rows >= 4)
-    add_rows_in_turns<U, Rows>(acc, w, s, block);
+    add_rows_in_turns<U, Rows>(acc, w, s, block, later);
   else
     add_rows<U, Rows>(acc, w, s, block);
   if constexpr (Offset) {
@@ -246,7 +248,8 @@ HR_INLINE void add_whole_group(Vf* acc, const W& w, const GroupScale<U.scales>& 
 }
 
 template <Format F, int Rows, bool Offset>
-void matmul_grouped(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out) {
+void matmul_grouped(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out,
+                    const uint8_t* later) {
   constexpr Unit U = unit_of(F);
   Vf acc[Rows];
 #pragma GCC unroll 16
@@ -258,7 +261,8 @@ void matmul_grouped(const uint8_t* tile, const TileShape& shape, const uint8_t* 
         for (int i = 0; i < share; i += 64) prefetch_l2(tile + g * share + kFetchAhead + i);
       }
       add_whole_group<U, Rows, Offset>(acc, group_codes<U>(tile, shape, g), group_scale<U>(tile, g),
-                                       block);
+                                       block, later);
+      if (later) later += 64 * kLinesAhead;
     }
   }
 #pragma GCC unroll 16
@@ -272,7 +276,8 @@ HR_INLINE void decode_grid(const uint8_t* blocks, const TileShape& shape, uint8_
 }
 
 template <int Rows, bool Offset>
-void matmul_grid(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out) {
+void matmul_grid(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out,
+                 const uint8_t*) {
   constexpr Unit U = unit_of(Format::kGrid);
   alignas(64) uint8_t unit[U.bytes()];
   const int bytes = kTileRows * shape.grid->block_bytes;
@@ -300,7 +305,8 @@ void matmul_grid(const uint8_t* tile, const TileShape& shape, const uint8_t* blo
 // prefetcher is the best that there is; then it falls behind, and weights are fetched
 // into L2, and with 8 rows or more from there into L1.
 template <int Rows>
-void matmul_i8_row(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out) {
+void matmul_i8_row(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out,
+                   const uint8_t*) {
   constexpr int turns = Rows >= 3 || kMaxRows < 16 ? 1 : 4 / Rows;
   const auto* scales = reinterpret_cast<const float*>(block);
   const auto* zero_sums = reinterpret_cast<const int32_t*>(scales + Rows);
@@ -336,10 +342,10 @@ void matmul_i8_row(const uint8_t* tile, const TileShape& shape, const uint8_t* b
 // The same, and what the outliers of each row add: a column of weights times a number,
 // in the order of columns.
 template <int Rows>
-void matmul_i8_mixed(const uint8_t* tile, const TileShape& shape, const uint8_t* block,
-                     float* out) {
+void matmul_i8_mixed(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out,
+                     const uint8_t* later) {
   const auto* outliers = reinterpret_cast<const Outliers*>(block);
-  matmul_i8_row<Rows>(tile, shape, block + Rows * sizeof(Outliers), out);
+  matmul_i8_row<Rows>(tile, shape, block + Rows * sizeof(Outliers), out, later);
   const auto* scales = reinterpret_cast<const float*>(tile + static_cast<size_t>(shape.units) *
                                                                  unit_bytes(Format::kI8Mixed));
   for (int m = 0; m < Rows; m++)
@@ -355,7 +361,8 @@ void matmul_i8_mixed(const uint8_t* tile, const TileShape& shape, const uint8_t*
 // bf16 weights: activations in pairs, bf16 where the processor multiplies them, else
 // float32.
 template <int Rows>
-void matmul_bf16(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out) {
+void matmul_bf16(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out,
+                 const uint8_t*) {
   Vf acc[Rows];
 #pragma GCC unroll 16
   for (int m = 0; m < Rows; m++) acc[m] = zero();
@@ -374,7 +381,8 @@ void matmul_bf16(const uint8_t* tile, const TileShape& shape, const uint8_t* blo
 // f16 and f32 weights: float32 activations, two columns of a row side by side as for
 // bf16.
 template <Format F, int Rows>
-void matmul_float(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out) {
+void matmul_float(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out,
+                  const uint8_t*) {
   Vf acc[Rows];
 #pragma GCC unroll 16
   for (int m = 0; m < Rows; m++) acc[m] = zero();

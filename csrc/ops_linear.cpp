@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "kv_ahead.h"
 #include "tiles.h"
 
 namespace headrace {
@@ -16,13 +17,30 @@ const uint8_t* block_for(const Plan& plan, const Buffer& x, bool offset, const B
   return x.block(plan.form(w, offset), blocks, b);
 }
 
+// Groups of columns of a weight whose kernel reads ahead.
+int64_t groups_ahead(const Weight& w) {
+  return reads_ahead(w.format) && !w.wide ? int64_t{w.tiles()} * (w.cols / kGroup) : 0;
+}
+
+// What a thread reads later (`KvAhead`).
+struct Later {
+  const Plan& plan;
+  const Step& step;
+  int thread;
+
+  const uint8_t* operator()(const Weight& w) const {
+    if (!groups_ahead(w)) return nullptr;
+    return plan.kv_ahead().next(plan, step, thread, w.cols / kGroup * kLinesAhead);
+  }
+};
+
 // Tile `t` of a weight times block `b` of its input: out[rows][16], plus the bias and
 // what the adapters of the rows add.
 void multiply(const Plan& plan, const Buffer& x, bool offset, const Blocks& blocks, int b,
-              int weight, int t, int bias, float* out) {
+              int weight, int t, int bias, float* out, const Later& later) {
   const Weight& w = plan.weight(weight);
   multiply(plan, w, t, offset, block_for(plan, x, offset, blocks, b, w), blocks.rows(b),
-           plan.vector(bias), out);
+           plan.vector(bias), out, later(w));
   plan.adapters().add_up(plan.kernels(), weight, t, blocks.first(b), blocks.rows(b), out);
 }
 
@@ -101,9 +119,11 @@ class Linear : public Op {
         offset_(offset) {}
 
   int items(const Plan& plan, const Step&) override { return work(plan).count(); }
+  int64_t groups(const Plan& plan) const override { return groups_ahead(plan.weight(weight_)); }
 
-  void run(const Plan& plan, const Step&, int begin, int end, int) override {
+  void run(const Plan& plan, const Step& step, int begin, int end, int thread) override {
     const Buffer &x = plan.buffer(x_), &out = plan.buffer(out_);
+    const Later later{plan, step, thread};
     const int rows = plan.weight(weight_).rows;
     const Blocks& blocks = plan.blocks_of(x);
     alignas(64) float tile[kMaxBlockRows * 16];
@@ -113,7 +133,7 @@ class Linear : public Op {
                                              : nullptr;  // as wide as the output
       if (blocks.rows(b) >= kRowsToFetch)
         fetch(out.row(row) + 16 * t, residual, out.width, blocks.rows(b));
-      multiply(plan, x, offset_, blocks, b, weight_, t, bias_, tile);
+      multiply(plan, x, offset_, blocks, b, weight_, t, bias_, tile, later);
       plan.kernels().finish_tile(tile, blocks.rows(b), n, residual, out.width,
                                  out.row(row) + 16 * t, out.width);
     });
@@ -136,15 +156,16 @@ class TiledOp : public Op {
 
   int items(const Plan& plan, const Step&) override { return work(plan).count(); }
 
-  void run(const Plan& plan, const Step&, int begin, int end, int) override {
+  void run(const Plan& plan, const Step& step, int begin, int end, int thread) override {
     const Buffer &x = plan.buffer(x_), &out = plan.buffer(out_);
+    const Later later{plan, step, thread};
     const Blocks& blocks = plan.blocks_of(x);
     alignas(64) float rows[kMaxBlockRows * kGroup];  // zeros beyond the width
     work(plan).each(begin, end, [&](int pair, int b) {
       for (int half = 0; half < 2; half++) {
         const int t = 2 * pair + half;
         if (16 * t < out.width)
-          compute(plan, x, blocks, b, t, rows + 16 * half);
+          compute(plan, x, blocks, b, t, rows + 16 * half, later);
         else
           for (int m = 0; m < blocks.rows(b); m++)
             std::fill_n(rows + kGroup * m + 16 * half, 16, 0.0f);
@@ -156,7 +177,7 @@ class TiledOp : public Op {
  protected:
   // Tile t of the output for block b: rows[m][16], kGroup apart.
   virtual void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int t,
-                       float* rows) const = 0;
+                       float* rows, const Later& later) const = 0;
 
  private:
   TileItems work(const Plan& plan) const {
@@ -187,12 +208,16 @@ class GluLinear : public TiledOp {
         up_bias_(up_bias),
         activation_(activation) {}
 
+  int64_t groups(const Plan& plan) const override {
+    return groups_ahead(plan.weight(gate_)) + groups_ahead(plan.weight(up_));
+  }
+
  private:
-  void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int t,
-               float* rows) const override {
+  void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int t, float* rows,
+               const Later& later) const override {
     alignas(64) float g[kMaxBlockRows * 16], u[kMaxBlockRows * 16];
-    multiply(plan, x, false, blocks, b, gate_, t, gate_bias_, g);
-    multiply(plan, x, false, blocks, b, up_, t, up_bias_, u);
+    multiply(plan, x, false, blocks, b, gate_, t, gate_bias_, g, later);
+    multiply(plan, x, false, blocks, b, up_, t, up_bias_, u, later);
     plan.kernels().glu_tile[static_cast<int>(activation_)](g, u, blocks.rows(b), rows, kGroup);
   }
 
@@ -205,11 +230,13 @@ class LinearActivate : public TiledOp {
   LinearActivate(int out, int x, int weight, int bias, Activation activation)
       : TiledOp("linear_activate", out, x), weight_(weight), bias_(bias), activation_(activation) {}
 
+  int64_t groups(const Plan& plan) const override { return groups_ahead(plan.weight(weight_)); }
+
  private:
-  void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int t,
-               float* rows) const override {
+  void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int t, float* rows,
+               const Later& later) const override {
     alignas(64) float tile[kMaxBlockRows * 16];
-    multiply(plan, x, false, blocks, b, weight_, t, bias_, tile);
+    multiply(plan, x, false, blocks, b, weight_, t, bias_, tile, later);
     plan.kernels().activate_tile[static_cast<int>(activation_)](tile, blocks.rows(b), rows, kGroup);
   }
 
@@ -224,8 +251,14 @@ class QkvRopeWrite : public Op {
   explicit QkvRopeWrite(const QkvArgs& args) : Op("qkv_rope_write"), a_(args) {}
 
   int items(const Plan& plan, const Step&) override { return work(plan).count(); }
+  int64_t groups(const Plan& plan) const override {
+    int64_t sum = 0;
+    for (const int w : a_.weights) sum += groups_ahead(plan.weight(w));
+    return sum;
+  }
 
-  void run(const Plan& plan, const Step& step, int begin, int end, int) override {
+  void run(const Plan& plan, const Step& step, int begin, int end, int thread) override {
+    const Later later{plan, step, thread};
     const Buffer& x = plan.buffer(a_.x);
     const Blocks& blocks = plan.blocks_of(x);
     alignas(64) float tile[kMaxBlockRows * 16];
@@ -241,7 +274,7 @@ class QkvRopeWrite : public Op {
       if (out && rows >= kRowsToFetch) fetch(out->row(row) + 16 * t, nullptr, out->width, rows);
       Places places;
       const bool together = !out && find(plan, step, part, row, rows, 16 * t, n, places);
-      multiply(plan, x, true, blocks, b, a_.weights[part], t, a_.biases[part], tile);
+      multiply(plan, x, true, blocks, b, a_.weights[part], t, a_.biases[part], tile, later);
       const bool rotated_to_out = part < 2 && out && n == 16;
       if (part < 2) {
         const Buffer& angles = plan.buffer(a_.angles);

@@ -31,7 +31,8 @@ Plan::Plan(const Kernels* kernels, std::shared_ptr<Pool> pool)
       pool_(std::move(pool)),
       kv_(std::make_shared<std::vector<KvGroup>>()),
       programs_(1),
-      deal_(pool_->threads()) {}
+      deal_(pool_->threads()),
+      kv_ahead_(std::make_unique<KvAhead>(pool_->threads())) {}
 
 Plan::Plan(Plan* shared)
     : kernels_(shared->kernels_),
@@ -42,7 +43,8 @@ Plan::Plan(Plan* shared)
       vectors_(shared->vectors_),
       vector_lengths_(shared->vector_lengths_),
       programs_(1),
-      deal_(pool_->threads()) {}
+      deal_(pool_->threads()),
+      kv_ahead_(std::make_unique<KvAhead>(pool_->threads())) {}
 
 Plan::~Plan() = default;
 
@@ -285,6 +287,7 @@ ExpertsWork& Plan::experts_work(const ExpertsShape& shape) {
 int Plan::advance(const Program& program, int op, const Step& step, int thread) {
   for (; op < static_cast<int>(program.ops.size()); op++) {
     Op& next = *program.ops[op];
+    kv_ahead_->aim(*this, step, program, op);
     const int items = next.items(*this, step);
     if (items > 1) {
       deal_.reset(items);
@@ -303,6 +306,7 @@ bool Plan::run(int number, const Step& step) {
   const bool moved = reserve(step);
   adapters_.begin(step);
   step_number_++;
+  kv_ahead_->begin(*this, step);
   last_time_ = now();
   FirstError error;
   const int n = static_cast<int>(program.ops.size());

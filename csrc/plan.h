@@ -14,6 +14,7 @@
 #include "adapters.h"
 #include "kernels.h"
 #include "kv.h"
+#include "kv_ahead.h"
 #include "memory.h"
 #include "one_caller.h"
 #include "pool.h"
@@ -115,6 +116,9 @@ class Op {
   // prepare.
   virtual int items(const Plan& plan, const Step& step) = 0;
   virtual void run(const Plan& plan, const Step& step, int begin, int end, int thread) = 0;
+  // Groups of 32 columns that its matrix kernels multiply with each block of rows, of those that
+  // read ahead.
+  virtual int64_t groups(const Plan&) const { return 0; }
   // Rows that have gone to each expert since the start, of an op that sends rows to
   // experts.
   virtual std::span<const int64_t> expert_loads() const { return {}; }
@@ -126,6 +130,7 @@ class Op {
 // time.
 struct Program {
   std::vector<std::unique_ptr<Op>> ops;
+  std::vector<KvReader> kv_readers;
   int input_width = 0;  // of the rows that the caller gives; 0: none
   bool keeps = false;   // whether it reads or writes KV
   int vocab = INT_MAX;  // tokens that it has embeddings for
@@ -169,6 +174,11 @@ class Plan {
   void add_op(std::unique_ptr<Op> op) { programs_.back().ops.push_back(std::move(op)); }
   // Declares that the last program reads or writes KV.
   void keeps() { programs_.back().keeps = true; }
+  // Declares that the op that comes next reads KV.
+  void reads_kv(AttentionWork& work, int layer) {
+    programs_.back().kv_readers.push_back(
+        {static_cast<int>(programs_.back().ops.size()), &work, layer});
+  }
   // The op that looks up the embeddings of `vocab` tokens, of which the weight has
   // those from `first` on.
   void add_embed(int out, int weight, int first, int vocab);
@@ -237,6 +247,7 @@ class Plan {
   // so many heads and such values.
   AttentionWork& attention_work(int group, int num_heads, int value_dim);
   int64_t step_number() const { return step_number_; }
+  KvAhead& kv_ahead() const { return *kv_ahead_; }
   // What the ops over experts of one shape share, one after the other.
   ExpertsWork& experts_work(const ExpertsShape& shape);
 
@@ -286,6 +297,7 @@ class Plan {
   OneCaller caller_;
   std::array<int, kNumRowKinds> capacity_{};  // rows that buffers of each kind have room for
   Deal deal_;
+  std::unique_ptr<KvAhead> kv_ahead_;
   std::map<std::array<int, 3>, std::unique_ptr<AttentionWork>>
       attention_work_;  // by group, heads and value_dim
   std::map<ExpertsShape, std::unique_ptr<ExpertsWork>> experts_work_;

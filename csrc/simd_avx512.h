@@ -268,11 +268,36 @@ HR_INLINE void store_pairs(Pair* p, Vf x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                       reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
 }
-// sums[n] += a line of pairs times x[n * stride].
-template <int N>
-HR_INLINE void dot_pairs(Vf (&sums)[N], const uint8_t* line, const Pair* x, size_t stride) {
-  const Vb w = load_bytes(line);
-  each<N>([&](int n) HR_INLINE_LAMBDA { sums[n] = dot_pair(sums[n], w, x + n * stride); });
+HR_INLINE Vf dot_pair(Vf acc, Vb w, Vb x) {
+  asm("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(w.v), "v"(x.v));
+  return acc;
+}
+// The same pair in every lane. The compiler would load it again for each use.
+HR_INLINE Vb spread_pair(const Pair* x) {
+  Vb r;
+  asm("vpbroadcastd %1, %0" : "=v"(r.v) : "m"(*x));
+  return r;
+}
+// sums[i][n] += line i of pairs times x[n * stride]; the lines are adjacent. A Zen 5 has
+// as many loads a cycle as dot products: each line, and each pair, is loaded once.
+template <int Lines, int N>
+HR_INLINE void dot_lines(Vf (&sums)[Lines][N], const uint8_t* lines, const Pair* x, size_t stride) {
+  if constexpr (N < Lines) {
+    Vb pairs[N];
+    each<N>([&](int n) HR_INLINE_LAMBDA { pairs[n] = spread_pair(x + n * stride); });
+    each<Lines>([&](int i) HR_INLINE_LAMBDA {
+      const Vb line = load_bytes(lines + 64 * i);
+      each<N>([&](int n) HR_INLINE_LAMBDA { sums[i][n] = dot_pair(sums[i][n], line, pairs[n]); });
+    });
+  } else {
+    Vb line[Lines];
+    each<Lines>([&](int i) HR_INLINE_LAMBDA { line[i] = load_bytes(lines + 64 * i); });
+    each<N>([&](int n) HR_INLINE_LAMBDA {
+      const Vb pair = spread_pair(x + n * stride);
+      each<Lines>([&](int i)
+                      HR_INLINE_LAMBDA { sums[i][n] = dot_pair(sums[i][n], line[i], pair); });
+    });
+  }
 }
 #else
 HR_INLINE Vf even_bf16(Vb w) { return _mm512_castsi512_ps(_mm512_slli_epi32(w.v, 16)); }

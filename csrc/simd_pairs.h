@@ -20,4 +20,9 @@ HR_INLINE void dot_pairs(Vf (&sums)[N], const uint8_t* line, const Pair* x, size
     stay_in_registers(sums[n] = fma(odd, set1(x[n * stride + 1]), sums[n]));
   });
 }
+// sums[i][n] += line i of pairs times x[n * stride]; the lines are adjacent.
+template <int Lines, int N>
+HR_INLINE void dot_lines(Vf (&sums)[Lines][N], const uint8_t* lines, const Pair* x, size_t stride) {
+  each<Lines>([&](int i) HR_INLINE_LAMBDA { dot_pairs(sums[i], lines + 64 * i, x, stride); });
+}
 HR_INLINE void store_pairs(Pair* p, Vf x) { store(p, x); }

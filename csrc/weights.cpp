@@ -1,6 +1,7 @@
 #include "weights.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
@@ -302,31 +303,89 @@ void copy_blocks(const uint8_t* row, const TileShape& shape, uint8_t* tile, int 
                 row + static_cast<size_t>(u) * bytes, bytes);
 }
 
-float unpack_grouped(const Weight& w, const uint8_t* tile, int r, int k) {
+const std::array<CodePieces, 8>& quads_of(int bits) {
+  switch (bits) {
+    case 2:
+      return kCodePieces<2>;
+    case 3:
+      return kCodePieces<3>;
+    case 4:
+      return kCodePieces<4>;
+    case 5:
+      return kCodePieces<5>;
+    case 6:
+      return kCodePieces<6>;
+    default:
+      return kCodePieces<8>;
+  }
+}
+
+// The 32 codes of a group, of the row whose bytes in the first line these are.
+void read_codes(const uint8_t* lines, int bits, uint8_t* codes) {
+  const std::array<CodePieces, 8>& quads = quads_of(bits);
+  for (int q = 0; q < 8; q++) {
+    uint32_t columns = 0;
+    for (int i = 0; i < quads[q].count; i++) {
+      const CodePiece& p = quads[q].of[i];
+      uint32_t line;
+      std::memcpy(&line, lines + 64 * p.line, 4);
+      columns |= (line >> p.at & 0x01010101u * static_cast<uint32_t>(p.mask)) << p.up;
+    }
+    std::memcpy(codes + 4 * q, &columns, 4);
+  }
+}
+
+// A number is code * scale + min: those of the halves of group g of a unit, of row r. Adding a
+// min of -0 changes no number.
+struct HalfScales {
+  float scale[2], min[2];
+};
+
+HalfScales half_scales(const Unit& shape, const uint8_t* unit, int g, int r) {
+  const auto half = [&](size_t at) { return half_to_float(read16(unit + at + 2 * r)); };
+  if (!is_super(shape.scales)) {
+    const float scale = half(32 * g),
+                min = has_min(shape.scales) ? half(shape.min_offset() + 32 * g) : 0.0f;
+    return {{scale, scale}, {min, min}};
+  }
+  HalfScales s;
+  for (int i = 0; i < 2; i++) {
+    const uint8_t integer = unit[64 + (is_sub16(shape.scales) ? 2 * (16 * g + r) + i : 16 * g + r)];
+    if (!has_min(shape.scales)) {
+      s.scale[i] = half(0) * static_cast<float>(static_cast<int8_t>(integer));
+      s.min[i] = -0.0f;
+      continue;
+    }
+    const bool shared = shape.scales == Scales::kSuper16Min;
+    const int scale = shared ? integer & 15 : integer,
+              min = shared ? integer >> 4 : unit[shape.min_offset() + 16 * g + r];
+    s.scale[i] = half(0) * static_cast<float>(scale);
+    s.min[i] = -(half(32) * static_cast<float>(min));
+  }
+  return s;
+}
+
+// Columns k .. k + n - 1 of row r of a tile, of one group.
+void unpack_group(const Weight& w, const uint8_t* tile, int r, int k, int n, float* out) {
   const Unit shape = unit_of(w.format);
   const uint8_t* unit = tile + static_cast<size_t>(k / shape.columns()) * shape.bytes();
-  const int g = k % shape.columns() / kGroup, i = k % kGroup;
-  const uint8_t* lines = unit + shape.codes_offset() + g * shape.lines_per_group() * 64 + 4 * r;
-  const int stored = code_at(lines, shape.bits, i);
+  const int g = k % shape.columns() / kGroup;
+  uint8_t codes[kGroup];
+  read_codes(unit + shape.codes_offset() + g * shape.lines_per_group() * 64 + 4 * r, shape.bits,
+             codes);
   if (shape.scales == Scales::kPower32) {
     const uint8_t power = unit[16 * g + r];
-    return power ? std::ldexp(static_cast<float>(kFloat4Codes[stored] - kFloat4Zero), power - 127)
-                 : 0.0f;
+    for (int i = 0; i < n; i++)
+      out[i] =
+          power ? std::ldexp(static_cast<float>(kFloat4Codes[codes[i]] - kFloat4Zero), power - 127)
+                : 0.0f;
+    return;
   }
-  const int code = (shape.is_lookup() ? w.shape.lookup.codes[stored] : stored) - shape.zero();
-  const auto half = [&](size_t at) { return half_to_float(read16(unit + at + 2 * r)); };
-  if (!is_super(shape.scales))
-    return half(32 * g) * static_cast<float>(code) +
-           (has_min(shape.scales) ? half(shape.min_offset() + 32 * g) : 0.0f);
-  const uint8_t integer =
-      unit[64 + (is_sub16(shape.scales) ? 2 * (16 * g + r) + i / 16 : 16 * g + r)];
-  if (!has_min(shape.scales))
-    return half(0) * static_cast<float>(static_cast<int8_t>(integer)) * static_cast<float>(code);
-  const bool shared = shape.scales == Scales::kSuper16Min;
-  const int scale = shared ? integer & 15 : integer,
-            min = shared ? integer >> 4 : unit[shape.min_offset() + 16 * g + r];
-  return half(0) * static_cast<float>(scale) * static_cast<float>(code) -
-         half(32) * static_cast<float>(min);
+  const HalfScales scales = half_scales(shape, unit, g, r);
+  for (int i = 0; i < n; i++) {
+    const int code = (shape.is_lookup() ? w.shape.lookup.codes[codes[i]] : codes[i]) - shape.zero();
+    out[i] = scales.scale[i / 16] * static_cast<float>(code) + scales.min[i / 16];
+  }
 }
 
 }  // namespace
@@ -408,11 +467,14 @@ void unpack_row(const Weight& w, int row, float* out) {
   if (w.format == Format::kGrid) return unpack_grid_row(w, row, out);
   const uint8_t* tile = w.tile(row / kTileRows);
   const int r = row % kTileRows;
+  if (is_grouped(w.format) && !is_table(w.format)) {
+    for (int k = 0; k < w.cols; k += kGroup)
+      unpack_group(w, tile, r, k, std::min(kGroup, w.cols - k), out + k);
+    return;
+  }
   for (int k = 0; k < w.cols; k++) {
     if (is_table(w.format)) {
       out[k] = unpack_table(w, tile, r, k);
-    } else if (is_grouped(w.format)) {
-      out[k] = unpack_grouped(w, tile, r, k);
     } else if (is_i8(w.format)) {
       out[k] = unpack_i8_row(w, tile, r, k);
     } else if (w.format == Format::kBf16) {

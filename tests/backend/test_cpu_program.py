@@ -196,6 +196,40 @@ def test_profile_counts_time_and_barriers() -> None:
     assert barriers == 5 * spec.num_layers + 1
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("format", "window"), [("Q4_1", 0), ("Q8_0", (0, 40)), ("BF16", 300)])
+def test_rows_of_many_sequences_equal_rows_alone(
+    isa: str, threads: int, format: str, window: int | tuple[int, ...]
+) -> None:
+    """In such steps, linear ops prefetch the KV of the attention op that follows."""
+    spec, tensors = tiny_model(
+        7, layers=3, dim=64, ffn=96, context=640, format=format, window=window
+    )
+    program = trace_model(spec, tensors)
+    groups = len(program.kv_groups)
+    rng = np.random.default_rng(3)
+    depths = [0, 1, 31, 32, 33, 255, 256, 300, 600, *rng.integers(0, 100, 15).tolist()]
+    blocks = iter(rng.permutation(sum(depth // 32 + 1 for depth in depths)).tolist())
+    sequences = [Sequence([next(blocks) for _ in range(depth // 32 + 1)], 32) for depth in depths]
+    kv = KvConfig((sum(len(sequence.blocks) for sequence in sequences),) * groups)
+    executable = cpu.CpuExecutable(program, tensors, kv, threads, isa)
+
+    for sequence, depth in zip(sequences, depths, strict=True):
+        if depth:
+            tokens = [rng.integers(0, spec.vocab_size, depth).tolist()]
+            executable.launch(batch_of([sequence], tokens, [([], [])], False, groups))
+        sequence.computed = depth
+
+    tokens = [[int(token)] for token in rng.integers(0, spec.vocab_size, len(depths))]
+    together = forward(
+        executable, batch_of(sequences, tokens, [([], [])] * len(depths), False, groups)
+    ).logits
+    for i, sequence in enumerate(sequences):
+        alone = forward(executable, batch_of([sequence], [tokens[i]], [([], [])], False, groups))
+        np.testing.assert_array_equal(alone.logits[0], together[i], f"depth {depths[i]}")
+
+
 def test_fused_program_equals_the_traced_one() -> None:
     spec, tensors = tiny_model(5, layers=3)
     program, kv = trace_model(spec, tensors), KvConfig((BLOCKS,), 32, "f32")
