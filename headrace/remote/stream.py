@@ -91,6 +91,14 @@ class Stream:
         if self._finish and not self._is_over:
             self._finish(self.id)
 
+    def fail(self, error: EngineError) -> None:
+        """Abort the request; its reader gets the error."""
+        if not self._is_over:
+            self._abort(self.id)
+            self._record(error)
+            self._is_over = True
+            self._events.put_nowait(error)
+
     def close(self) -> None:
         if not self._is_over:
             self._is_over = True

@@ -44,7 +44,7 @@ async def completions(http: HttpExchange, state: ServerState) -> None:
     texts = prompt_list(request.prompt, "prompt")
     params = _sampling_params(state, request)
 
-    with state.admit(http, params.n * len(texts)):
+    with state.admit(http, params.n * len(texts), request.priority or 0):
         prompts = await tokenize_prompts(
             state,
             texts,

@@ -154,7 +154,7 @@ async def generate(
         budget = output_format.thinking_budget(thinking.budget_tokens)
         params = replace(params, thinking_budget=budget)
 
-    with state.admit(http, params.n):
+    with state.admit(http, params.n, conversation.options.priority):
         prompt_text, prompt = await _tokenize(state, conversation, choice, params.max_tokens)
         reasoning = _reasoning_state(state, conversation, prompt_text)
         # Tool calls that the request demands have the format of calls: no other restriction holds.

@@ -22,7 +22,7 @@ async def embeddings(http: HttpExchange, state: ServerState) -> None:
     )
     texts = prompt_list(request.input, "input")
 
-    with state.admit(http, len(texts)):
+    with state.admit(http, len(texts), request.priority or 0):
         prompts = await tokenize_prompts(
             state,
             texts,

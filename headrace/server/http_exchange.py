@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from headrace.server.admissions import Admission
 from headrace.server.content_encoding import decode, read_encodings
 from headrace.server.errors import ApiError, invalid
 from headrace.server.field_table import refuse_unserved
@@ -64,6 +65,8 @@ class HttpExchange:
         self.record = RequestRecord.of(scope["method"], scope["path"], self._headers)
         self.api_key: str | None = None
         self.base_seed: int | None = (scope.get("extensions") or {}).get(BASE_SEED)
+        self.admission: Admission | None = None
+        """Set while the request counts as in progress."""
         self.response_started = False
         self._receive = receive
         self._send = send

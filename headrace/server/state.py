@@ -23,6 +23,7 @@ from headrace.remote.stream import Stream
 from headrace.request import PoolingParams, RequestOptions
 from headrace.sampling.sampler import derive_seed
 from headrace.sampling_params import SamplingParams
+from headrace.server.admissions import Admissions
 from headrace.server.errors import (
     ApiError,
     context_exceeded,
@@ -102,7 +103,7 @@ class ServerState:
         """Tells a frontend that this process was restarted."""
         self.draining = False
         self.num_stats_streams = 0
-        self._num_sequences = 0
+        self._admissions = Admissions()
         self._requests_by_key: Counter[str] = Counter()
 
     @property
@@ -112,7 +113,7 @@ class ServerState:
 
     @property
     def num_sequences(self) -> int:
-        return self._num_sequences
+        return self._admissions.num_sequences
 
     def resolve_adapter(self, model: str | None) -> str | None:
         """Return the adapter that `model` names, or None. Raises ApiError."""
@@ -139,20 +140,19 @@ class ServerState:
         return name
 
     @contextmanager
-    def admit(self, http: HttpExchange, num_sequences: int) -> Iterator[None]:
-        """Count a request as in progress. Raises NotReadyError, or ApiError above a limit."""
+    def admit(
+        self, http: HttpExchange, num_sequences: int, priority: int | None = None
+    ) -> Iterator[None]:
+        """Count a request as in progress.
+
+        With a priority it may take the place of a waiting request, and may lose its own. Raises
+        NotReadyError, or ApiError above a limit of its key.
+        """
         if self.draining:
             raise NotReadyError("closed", "")
         if not self.engine.ready:
             raise NotReadyError(self.engine.state, "")
-        if self._num_sequences + num_sequences > self.max_sequences:
-            raise ApiError(
-                503,
-                "server_overloaded",
-                "the queue is full; send the request again later",
-                kind="server_error",
-                retry_after=1,
-            )
+        self._admissions.victims(num_sequences, priority, self.max_sequences)  # it may raise
         key = http.api_key or ""
         max_per_key = self.settings.max_per_key
         if max_per_key and self._requests_by_key[key] >= max_per_key:
@@ -165,15 +165,15 @@ class ServerState:
                 retry_after=1,
             )
 
-        self._num_sequences += num_sequences
-        self._requests_by_key[key] += 1
-        try:
-            yield
-        finally:
-            self._num_sequences -= num_sequences
-            self._requests_by_key[key] -= 1
-            if not self._requests_by_key[key]:
-                del self._requests_by_key[key]
+        with self._admissions.admit(num_sequences, priority, self.max_sequences) as admission:
+            http.admission = admission
+            self._requests_by_key[key] += 1
+            try:
+                yield
+            finally:
+                self._requests_by_key[key] -= 1
+                if not self._requests_by_key[key]:
+                    del self._requests_by_key[key]
 
     async def run_in_thread(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(None, work)
@@ -235,6 +235,10 @@ class ServerState:
         if params and params.structured_outputs and params.structured_outputs.dropped:
             http.response_headers[DROPPED_HEADER] = shown_paths(params.structured_outputs.dropped)
         streams: list[Stream] = []
+        admission = http.admission
+        if admission:
+            admission.streams = streams
+            admission.check()
         record, begun = http.record, time.monotonic()
         record.model = options.adapter or self.settings.model_name
         record.prompt_tokens = sum(map(len, prompts))
@@ -247,6 +251,8 @@ class ServerState:
                     prompt_token_ids=token_ids, params=seeded, pooling=pooling, options=options
                 )
                 streams.append(await http.while_connected(self.engine.submit(request)))
+                if admission:
+                    admission.check()
             yield streams
         finally:
             for stream in streams:

@@ -129,6 +129,38 @@ class TestClients:
         until(lambda: fresh.get("/health/ready").status == 200)
         assert fresh.post("/v1/chat/completions", CHAT | {"max_tokens": 1}).status == 200
 
+    def test_urgent_request_takes_the_place_of_a_waiting_one(self, model: str) -> None:
+        """The least urgent one gives way, to more urgent ones alone."""
+        flags = ("--max-num-seqs", "1", "--max-waiting", "20", *FLAGS[4:])
+        for server in running(model, *flags):
+            path, ended = "/v1/chat/completions", b'"code":"server_overloaded"'
+
+            def post(n: int, priority: int, **more: Any) -> Any:
+                body = SLOW | {"n": n, "priority": priority, "temperature": 1} | more
+                return server.open_stream(path, body)  # noqa: B023
+
+            first = post(16, 5, stream=True)
+            waiting = [post(2, 5), post(1, 6), post(2, 7, stream=True)]
+            until(lambda server=server: server.get("/health/ready").status == 503)
+            refused = server.post(path, CHAT | {"priority": 7, "max_tokens": 1})
+            assert (refused.status, refused.json["error"]["code"]) == (503, "server_overloaded")
+
+            replies, threads = in_background(
+                [lambda: server.post(path, CHAT | {"priority": 1, "max_tokens": 1})]  # noqa: B023
+            )
+            last = _read_up_to(waiting[2], ended)
+            assert last.startswith((b"HTTP/1.1 503 ", b"HTTP/1.1 200 "))  # or its stream had begun
+            urgent = server.post(path, CHAT | {"priority": 0, "max_tokens": 1, "n": 3})
+            assert urgent.status == 200
+            turned_away = _read_up_to(waiting[1], ended)
+            assert turned_away.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in turned_away
+            for connection in (first, *waiting):
+                connection.close()
+            threads[0].join(SECONDS)
+            assert replies[0].status == 200
+            until(server.at_rest)
+            assert server.post(path, CHAT | {"max_tokens": 1, "n": 21}).status == 200
+
     def test_max_per_key_is_refused_with_429(self, model: str) -> None:
         for server in running(model, *FLAGS, "--max-per-key", "2"):
             body = SLOW | {"stream": True, "n": 4, "temperature": 1}
@@ -241,6 +273,15 @@ class TestClients:
                 for _ in range(10_000):
                     connection.sendall(b"a: " + 1000 * b"b" + b"\r\n")
             assert server.post("/v1/chat/completions", CHAT | {"max_tokens": 1}).status == 200
+
+
+def _read_up_to(connection: socket.socket, end: bytes) -> bytes:
+    data = b""
+    while end not in data:
+        part = connection.recv(1 << 16)
+        assert part, data
+        data += part
+    return data
 
 
 def _read_to_end(connection: socket.socket) -> bytes:
