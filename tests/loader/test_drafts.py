@@ -86,7 +86,7 @@ def test_drafts_from_file_to_text(model: Path, how: str, width: int) -> None:
 def test_drafts_on_the_gpu_backend(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafts use the backend's own block size, and CUDA graphs of their steps."""
     monkeypatch.setattr("headrace.backend.cuda.stream.HostStream.has_graphs", True)
-    monkeypatch.setattr("headrace.backend.cuda.step_shape._MAX_GRAPH_ROWS", 2)
+    monkeypatch.setattr("headrace.backend.cuda.step_shape.MAX_GRAPH_ROWS", 2)
     options = {**OPTIONS, "backend": "cuda", "max_num_seqs": 2, "max_num_batched_tokens": 8}
     params, tokens = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), {}
     for how in ("off", "draft_model", "self_draft", "medusa"):

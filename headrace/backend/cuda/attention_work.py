@@ -23,6 +23,8 @@ FIELDS = 10
 index of a row among its keys, end of the keys, first split, end of the splits, partial
 result, index where the tree begins, start of the path.
 """
+NO_TREE = 2**31 - 1
+"""Index where the tree of an item without a tree begins."""
 ROW_FIELDS = 3
 """Integers of a row: first partial result, number of partial results, index among its keys."""
 

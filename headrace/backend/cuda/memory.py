@@ -6,10 +6,9 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from headrace.backend.cuda.device import DEVICE, multiprocessors
+from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.interpreter import is_interpreting
-from headrace.backend.cuda.kernels.attention import tiles_for
-from headrace.backend.cuda.step_attention import num_partials
+from headrace.backend.cuda.step_attention import num_partials, step_tiles
 from headrace.backend.cuda.step_shape import StepShape, prefill
 from headrace.backend.cuda.workspace import Buffers
 from headrace.backend_traits import KvDtype
@@ -77,8 +76,7 @@ def _partial_numbers(program: Program, kv_dtype: KvDtype, shape: StepShape) -> i
     for op in program.ops:
         if isinstance(op, ops.Attention):
             group = next(group for group in program.kv_groups if op.layer in group.layers)
-            tiles = tiles_for(group, shape.rows, multiprocessors(), kv_dtype)
-            partials = num_partials(shape.rows, shape.has_trees, tiles)
+            partials = num_partials(shape, step_tiles(group, kv_dtype, shape))
             max_numbers = max(max_numbers, partials * op.num_heads * (op.head_dim + 2))
     return max_numbers
 

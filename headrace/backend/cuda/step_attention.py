@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from headrace.backend.cuda.architecture import architecture
 from headrace.backend.cuda.attention_work import (
     FIELDS,
     ROW_FIELDS,
@@ -12,28 +13,24 @@ from headrace.backend.cuda.attention_work import (
     build_work,
     min_partials,
 )
-from headrace.backend.cuda.device import DEVICE, multiprocessors
+from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.interpreter import is_interpreting
-from headrace.backend.cuda.kernels.attention import (
-    AttentionWork,
-    KeyBias,
-    Scratch,
-    Tiles,
-    attention,
-    summed_dim,
-    tiles_for,
-    work_of,
-)
+from headrace.backend.cuda.kernels.attention import AttentionWork, Scratch, attention, summed_dim
+from headrace.backend.cuda.kernels.attention_bias import KeyBias
+from headrace.backend.cuda.kernels.attention_tiles import Tiles, tiles_for, work_of
 from headrace.backend.cuda.kernels.kv_write import kv_write, rope_write
 from headrace.backend.cuda.kv_store import KvStore
 from headrace.backend.cuda.launch import Launch
+from headrace.backend.cuda.step_shape import MAX_GRAPH_ROWS, StepShape
 from headrace.backend.cuda.workspace import Workspace
 from headrace.batch import Ints, RaggedBatch
 from headrace.program import ops
+from headrace.program.kv import KvGroup
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 
 _MAX_DRAFT_TOKENS = 1024  # Per sequence, as options limit them
+_FEW_ROWS = 16  # a prompt's rest, which small tiles serve as well
 
 
 class GroupInts(NamedTuple):
@@ -46,21 +43,19 @@ class GroupInts(NamedTuple):
 
 
 class StepAttention:
-    """Attention of a program in steps of `rows` rows."""
+    """Attention of a program in steps of one shape."""
 
-    def __init__(
-        self, program: Program, stores: Sequence[KvStore], rows: int, has_trees: bool
-    ) -> None:
-        self._stores, self._rows = stores, rows
+    def __init__(self, program: Program, stores: Sequence[KvStore], shape: StepShape) -> None:
+        self._stores, self._rows, self._has_trees = stores, shape.rows, shape.has_trees
         self._group = {
             layer: number for number, store in enumerate(stores) for layer in store.group.layers
         }
-        self._tiles = [_tiles(store, rows) for store in stores]
+        self._tiles = [step_tiles(store.group, store.format, shape) for store in stores]
         by_group = {
             self._group[op.layer]: op for op in program.ops if isinstance(op, ops.Attention)
         }
         self._work = {number: work_of(op, self._tiles[number]) for number, op in by_group.items()}
-        self.partials = [num_partials(rows, has_trees, tiles) for tiles in self._tiles]
+        self.partials = [num_partials(shape, tiles) for tiles in self._tiles]
         self._views: list[GroupInts] = []
         self._all: torch.Tensor | None = None
 
@@ -161,22 +156,29 @@ class StepAttention:
             slopes,
             sinks,
             bias,
+            self._has_trees,
         )
 
 
-def num_partials(rows: int, has_trees: bool, tiles: Tiles) -> int:
+def num_partials(shape: StepShape, tiles: Tiles) -> int:
     """Room for the partial results of any batch, with spare room to spread long contexts."""
-    return (
-        min_partials(rows, min(rows, _MAX_DRAFT_TOKENS) if has_trees else 0, tiles.split)
-        + 4 * tiles.programs
-    )
+    rows = shape.rows
+    max_draft_tokens = min(rows, _MAX_DRAFT_TOKENS) if shape.has_trees else 0
+    return min_partials(rows, max_draft_tokens, tiles.split) + tiles.min_units
 
 
 def _grouped(views: Sequence[Ints] | Sequence[torch.Tensor]) -> list[GroupInts]:
     return [GroupInts(*views[i : i + 4]) for i in range(0, len(views), 4)]
 
 
-def _tiles(store: KvStore, rows: int) -> Tiles:
+def step_tiles(group: KvGroup, dtype: str, shape: StepShape) -> Tiles:
+    """Tiles of a step: small ones if all rows have logits, as in decoding and draft trees."""
+    is_prefill = shape.rows > _FEW_ROWS and (
+        shape.logit_rows < shape.rows or shape.rows > MAX_GRAPH_ROWS
+    )
     if is_interpreting():  # small, as they take time by the number of programs and of tiles
-        return Tiles(rows=16, keys=32, split=64, programs=1, num_warps=4, num_stages=1)
-    return tiles_for(store.group, rows, multiprocessors(), store.format)
+        narrow = Tiles(
+            rows=16, keys=32, split=64, programs=1, num_warps=4, num_stages=1, min_units=4
+        )
+        return narrow._replace(rows=32, narrow=narrow) if is_prefill else narrow
+    return tiles_for(group, dtype, architecture(), is_prefill)

@@ -33,7 +33,7 @@ class StepInput:
         last_tokens: torch.Tensor,
     ) -> None:
         self.shape, self.last_tokens = shape, last_tokens
-        self.attention = StepAttention(program, stores, shape.rows, shape.has_trees)
+        self.attention = StepAttention(program, stores, shape)
         num_gathered = shape.logit_rows + shape.pooled_rows
         sizes: list[tuple[int, ...]] = [
             (1,),  # number of rows

@@ -11,7 +11,7 @@ from headrace.batch import RaggedBatch
 _STEPS = ((16, 4), (32, 8), (64, 16), (128, 32), (512, 64))
 
 
-_MAX_GRAPH_ROWS = 256
+MAX_GRAPH_ROWS = 256
 _FEW_ROWS = 512
 
 
@@ -67,7 +67,7 @@ def prefill(rows: int, logit_rows: int) -> StepShape:
 
 def graph_rows(max_rows: int) -> list[int]:
     """Rows of the steps with graphs, largest first."""
-    return shape_rows(min(max_rows, _MAX_GRAPH_ROWS))
+    return shape_rows(min(max_rows, MAX_GRAPH_ROWS))
 
 
 def shape_rows(max_rows: int) -> list[int]:

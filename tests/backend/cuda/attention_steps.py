@@ -22,13 +22,12 @@ from headrace.backend.cuda.attention_work import (
 from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.kernels.attention import (
     AttentionWork,
-    KeyBias,
     Scratch,
-    Tiles,
     attention,
     summed_dim,
-    work_of,
 )
+from headrace.backend.cuda.kernels.attention_bias import KeyBias
+from headrace.backend.cuda.kernels.attention_tiles import Tiles, work_of
 from headrace.backend.cuda.kernels.kv_write import kv_write
 from headrace.backend.cuda.kv_store import KvStore
 from headrace.backend.reference.ops import Step
@@ -40,7 +39,7 @@ from headrace.program.ops import Attention, KvWrite
 from tests.backend.batches import Sequence, batch_of
 
 VOCAB = 40
-TILES = Tiles(rows=16, keys=16, split=32, programs=3, num_warps=4, num_stages=2)
+TILES = Tiles(rows=16, keys=16, split=32, programs=3, num_warps=4, num_stages=2, min_units=3)
 """As small as possible, so that contexts of a hundred tokens have several splits."""
 TOLERANCE: dict[KvDtype, float] = {
     "f32": 1e-5,

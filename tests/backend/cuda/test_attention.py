@@ -68,7 +68,7 @@ COMMON = {
     "block_size": st.sampled_from([4, 16, 32]),
     "seed": st.integers(0, 2**16),
 }
-WIDE = TILES._replace(rows=64, programs=2)
+WIDE = TILES._replace(rows=64, programs=2, min_units=2, narrow=TILES._replace(is_turned=True))
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -102,7 +102,12 @@ def alone(
     """
     rng = np.random.default_rng(seed)
     tiles = TILES._replace(
-        rows=int(rng.choice([16, 32, 128])), split=16 << seed % 2, programs=int(rng.integers(1, 40))
+        rows=int(rng.choice([16, 32, 128])),
+        split=16 << seed % 2,
+        programs=int(rng.integers(1, 40)),
+        min_units=int(rng.integers(1, 40)),
+        is_turned=bool(rng.integers(2)),
+        narrow=TILES if rng.integers(2) else None,
     )
     sequence = shuffled_sequences(rng, 1, 16, 8)[0]
     device, results = Device(layer, rows, dtype, 17, 8, tiles), []
@@ -232,8 +237,8 @@ def test_splits_have_the_same_bits_in_one_item_or_many(dtype: KvFormat) -> None:
         shuffled_sequences(np.random.default_rng(0), 1, 8, 16)[0],
         [],
     )
-    for programs in (1, 1000):
-        device = Device(layer, rows, dtype, 9, 16, WIDE._replace(split=16, programs=programs))
+    for min_units in (1, 1000):
+        device = Device(layer, rows, dtype, 9, 16, WIDE._replace(split=16, min_units=min_units))
         device.run(batch_of([sequence], [tokens], [([], [])], False))
         sequence.computed = len(tokens)
         results.append(device.run(batch_of([sequence], [[5]], [([1, 2, 3], [-1, -1, 0])], True)))
