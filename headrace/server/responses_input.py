@@ -88,7 +88,13 @@ def _add_tool(
     else:
         function = _plain_function(tool)
     chat_tool = {"type": "function", "function": {"name": full_name} | function}
-    found[full_name] = ResponseTool(name, namespace or None, kind == "custom", chat_tool, unbound)
+    found[full_name] = ResponseTool(
+        name=name,
+        namespace=namespace or None,
+        is_custom=kind == "custom",
+        chat_tool=chat_tool,
+        unbound=unbound,
+    )
 
 
 def _full_name(name: str, namespace: str | None) -> str:
