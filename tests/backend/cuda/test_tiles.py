@@ -14,6 +14,12 @@ from tests.tables import KINDS
 FORMATS = [name for name in FORMAT_NAMES if name not in KINDS]
 SHAPES = [(6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336), (2048, 2048)]
 """Weights of Llama 3.1 8B, and one of Llama 3.2 1B: [rows, columns]."""
+KINDS_OF_ACTIVATIONS = [
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.float32),
+]
+"""The type that is multiplied, and the type in memory."""
 
 
 def on(gpu: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,12 +34,15 @@ def test_stages_fit_into_the_shared_memory_of_a_program(
     on(gpu, monkeypatch)
     for name in FORMATS:
         layout = layout_of(hollow_tensor("w", name, (256, 256)))
-        for dtype in (torch.bfloat16, torch.float32):
+        for dtype, stored in KINDS_OF_ACTIVATIONS:
             for rows, cols in SHAPES:
                 splits = splits_for(rows, cols, layout, dtype)
                 for num_rows in (1, 16, 33, 64, 100, 128, 256, 512, 2048, 8192):
-                    tile = tile_for(num_rows, rows, cols, layout, dtype, splits=splits)
-                    size = tile.num_stages * tile.unroll * stage_bytes(tile, layout, dtype)
+                    tile = tile_for(
+                        num_rows, rows, cols, layout, dtype, splits=splits, stored=stored
+                    )
+                    stage = stage_bytes(tile, layout, dtype, stored)
+                    size = tile.num_stages * tile.unroll * stage
                     assert size <= gpu.shared_bytes and tile.num_stages >= 2, (name, num_rows, tile)
                     if gpu.has_wgmma and dtype == torch.bfloat16 and layout.store != "f32":
                         # four warps multiply 64 rows of the weight together

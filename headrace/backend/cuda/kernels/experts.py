@@ -41,7 +41,7 @@ def expert_linear(
     outputs = weight.rows // matrices
     multiply_type = activations or x.dtype
     rows = 2 * outputs if activation else outputs
-    tile = tile_of_one_matrix(aligned.block_m, rows, weight.layout, multiply_type)
+    tile = tile_of_one_matrix(aligned.block_m, rows, weight.layout, multiply_type, x.dtype)
     return Launch(
         expert_linear_kernel,
         (aligned.most_tiles, blocks(rows, tile.block_n)),

@@ -24,7 +24,7 @@ def head_linear(
     outputs = heads.rows // num_heads
     multiply_type = activations or x.dtype
     block_m = power_of_2(min(len(x), 64), 16)
-    tile = tile_of_one_matrix(block_m, outputs, heads.layout, multiply_type)
+    tile = tile_of_one_matrix(block_m, outputs, heads.layout, multiply_type, x.dtype)
     return Launch(
         head_linear_kernel,
         (blocks(len(x), block_m), blocks(outputs, tile.block_n), num_heads),

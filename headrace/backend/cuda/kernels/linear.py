@@ -42,7 +42,13 @@ def linear(
     multiply_type = activations or x.dtype
     splits = splits_for(weight.rows, weight.cols, weight.layout, multiply_type)
     tile = tile or tile_for(
-        len(x), weight.rows, weight.cols, weight.layout, multiply_type, splits=splits
+        len(x),
+        weight.rows,
+        weight.cols,
+        weight.layout,
+        multiply_type,
+        splits=splits,
+        stored=x.dtype,
     )
     num_tiles = blocks(len(x), tile.block_m) * blocks(weight.rows, tile.block_n)
     partials, arrivals = out, out

@@ -66,8 +66,12 @@ def tile_for(
     activations: torch.dtype,
     *,
     splits: int,
+    stored: torch.dtype | None = None,
 ) -> Tile:
-    """Choose a tile for a number of rows of activations, and a weight [rows, cols]."""
+    """Choose a tile for a number of rows of activations, and a weight [rows, cols].
+
+    `stored` is the type that activations are loaded in, if they are multiplied in another.
+    """
     if is_interpreting():
         return Tile(
             block_m=power_of_2(min(num_rows, 64), 16),
@@ -82,11 +86,20 @@ def tile_for(
         tile = _wide(num_rows, rows, gpu)
     else:
         tile = _on_tensor_cores(num_rows, rows, cols, layout, splits, gpu)
-    return fitted(tile, layout, activations)
+
+    # Two tiles of columns must fit, or loads would wait for products.
+    most = gpu.shared_bytes - _OTHER_SHARED_BYTES
+    while tile.block_m > 16 and 2 * stage_bytes(tile, layout, activations, stored) > most:
+        tile = tile._replace(block_m=tile.block_m // 2)
+    return fitted(tile, layout, activations, stored)
 
 
 def tile_of_one_matrix(
-    block_m: int, rows: int, layout: WeightLayout, activations: torch.dtype
+    block_m: int,
+    rows: int,
+    layout: WeightLayout,
+    activations: torch.dtype,
+    stored: torch.dtype | None = None,
 ) -> Tile:
     """Choose a tile for a fixed number of rows of activations that share one of many matrices."""
     if is_interpreting():
@@ -107,12 +120,17 @@ def tile_of_one_matrix(
         num_warps=4,
         num_stages=4,
     )
-    return fitted(tile, layout, activations)
+    return fitted(tile, layout, activations, stored)
 
 
-def fitted(tile: Tile, layout: WeightLayout, activations: torch.dtype) -> Tile:
+def fitted(
+    tile: Tile,
+    layout: WeightLayout,
+    activations: torch.dtype,
+    stored: torch.dtype | None = None,
+) -> Tile:
     """Lower the stages, then the unrolling, until a tile fits into the GPU's shared memory."""
-    size = stage_bytes(tile, layout, activations)
+    size = stage_bytes(tile, layout, activations, stored)
     most = architecture().shared_bytes - _OTHER_SHARED_BYTES
     unroll, stages = tile.unroll, tile.num_stages
     while stages > 2 and stages * unroll * size > most:
@@ -124,16 +142,22 @@ def fitted(tile: Tile, layout: WeightLayout, activations: torch.dtype) -> Tile:
     return tile._replace(unroll=unroll, num_stages=stages)
 
 
-def stage_bytes(tile: Tile, layout: WeightLayout, activations: torch.dtype) -> int:
+def stage_bytes(
+    tile: Tile,
+    layout: WeightLayout,
+    activations: torch.dtype,
+    stored: torch.dtype | None = None,
+) -> int:
     """Shared memory of a tile of columns on its way."""
-    size = 4 if activations == torch.float32 or layout.is_wide else 2
+    is_wide = torch.float32 in (activations, stored) or layout.is_wide
+    size = 4 if is_wide else 2
     tables = sum(
         layout.table_words(number, layout.tile)
         for number in (layout.scale, layout.zero_store)
         if number
     )
     weight = tile.block_n * (layout.row_bytes(layout.tile) + 4 * tables)
-    both = 3 if layout.outliers else 1 if layout.rows_in_int8 else size
+    both = 1 + size if layout.outliers else 1 if layout.rows_in_int8 else size
     return weight + tile.block_m * layout.tile * both
 
 
