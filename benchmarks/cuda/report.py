@@ -1,8 +1,8 @@
-"""Prints the result file of a GPU as the tables of docs/internals/gpu.md.
+"""Prints the result file of a GPU as the tables of docs/internals/gpu-measured.md.
 
 python benchmarks/cuda/report.py          of the files in benchmarks/cuda/results
 python benchmarks/cuda/report.py FILE...
-python benchmarks/cuda/report.py --write  writes them to docs/internals/gpu.md
+python benchmarks/cuda/report.py --write  writes them to docs/internals/gpu-measured.md
 """
 
 import argparse
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-PAGE = Path(__file__).parents[2] / "docs/internals/gpu.md"
+PAGE = Path(__file__).parents[2] / "docs/internals/gpu-measured.md"
 BEGIN, END = "<!-- figures -->\n", "<!-- end of figures -->\n"
 
 
@@ -91,7 +91,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="*", type=Path, help="result files (default: all)")
-    parser.add_argument("--write", action="store_true", help="write docs/internals/gpu.md")
+    parser.add_argument("--write", action="store_true", help="write docs/internals/gpu-measured.md")
     args = parser.parse_args()
     made = tables(args.files or sorted(RESULTS.glob("*.json")))
     if args.write:

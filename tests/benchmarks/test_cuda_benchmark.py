@@ -97,7 +97,7 @@ def test_the_page_has_the_figures_of_the_result_files() -> None:
     made = subprocess.run(
         [sys.executable, str(CUDA / "report.py")], capture_output=True, text=True, check=True
     ).stdout
-    page = (ROOT / "docs/internals/gpu.md").read_text()
+    page = (ROOT / "docs/internals/gpu-measured.md").read_text()
     assert page.partition("<!-- figures -->\n")[2].partition("<!-- end of figures -->\n")[0] == made
 
 

@@ -7,7 +7,8 @@ launched, and tensors have no memory.
     TRITON_INTERPRET=0 python -m tests.backend.cuda.compiling --table
 
 Prints a line of JSON for each kernel as it is compiled: its program, rows, constants, what it needs
-and which instructions it has. `--table` writes the table of docs/internals/gpu.md instead.
+and which instructions it has. `--table` writes the table of docs/internals/gpu-measured.md
+instead.
 """
 
 import argparse
@@ -409,7 +410,7 @@ def main() -> None:
     parser.add_argument(
         "--chips", nargs="+", choices=CHIPS, default=["sm_90"], help="GPUs (default: sm_90)"
     )
-    parser.add_argument("--table", action="store_true", help="write docs/internals/gpu.md")
+    parser.add_argument("--table", action="store_true", help="write docs/internals/gpu-measured.md")
     args = parser.parse_args()
     if unknown := set(args.names) - {case.name for case in ALL}:
         parser.error(f"there is no {', '.join(unknown)}")

@@ -102,7 +102,7 @@ def test_main_loops_move_no_spilled_registers() -> None:
 
 def spills_in_loop(kernel: Kernel) -> bool:
     """Whether the kernel is known to need more registers than there are: attention of prompt chunks
-    and with key biases (docs/internals/gpu.md).
+    and with key biases (docs/internals/gpu-attention.md).
     """
     constants = kernel["constants"]
     return kernel["kernel"] == "attention_kernel" and bool(
