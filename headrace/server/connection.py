@@ -86,6 +86,9 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: App) -> None:  # type: ignore[override] # our types of ASGI
         if cycle.scope["http_version"] == "1.0":
             app = _without_chunks(cycle, app)
+        if cycle.scope["method"] != "HEAD":
+            # It has the methods of a transport that a cycle calls.
+            cycle.transport = _HeadWithBody(cycle, self.loop)  # type: ignore[assignment]
         super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
     def eof_received(self) -> bool:  # type: ignore[override] # True keeps the connection open
@@ -176,6 +179,36 @@ class Connection(HttpToolsProtocol):
     def _cut(self, reason: str) -> None:
         log.info("connection closed: %s", reason)
         self.transport.abort()
+
+
+class _HeadWithBody:
+    """Writes the head of a response with the start of its body, in one segment.
+
+    A head waits until the body's first write, or until the event loop has run other work.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> None:
+        self._cycle, self._transport, self._loop = cycle, cycle.transport, loop
+        self._head, self._had_head = b"", False
+
+    def write(self, data: bytes) -> None:
+        if self._cycle.response_started and not self._had_head:
+            self._head, self._had_head = data, True
+            self._loop.call_soon(self._flush)
+            return
+        head, self._head = self._head, b""
+        self._transport.write(head + data)
+
+    def _flush(self) -> None:
+        if self._head:
+            self.write(b"")
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
 
 
 def _without_chunks(cycle: RequestResponseCycle, app: App) -> App:

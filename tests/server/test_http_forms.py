@@ -85,6 +85,16 @@ class TestUpgrade:
         assert server.get("/health").status == 200
 
 
+class TestSegments:
+    def test_head_comes_with_its_body(self, server: Running) -> None:
+        """A client may take the first segment for the response."""
+        with connected(server) as connection:
+            for _ in range(40):
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+                head, _, body = connection.recv(65536).partition(b"\r\n\r\n")
+                assert b"content-length: %d\r\n" % len(body) in head + b"\r\n" and body
+
+
 class TestHttp10:
     @pytest.mark.parametrize("host", [(), ("host: localhost",)], ids=["no host", "host"])
     def test_stream_ends_with_the_connection(self, server: Running, host: tuple[str, ...]) -> None:
