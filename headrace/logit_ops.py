@@ -16,6 +16,9 @@ from headrace.batch import NO_DRAFT, DraftTree, TokenLogprobs
 from headrace.config import AcceptanceMethod
 from headrace.constraint import Masks
 
+ALL_LOGPROBS = (1 << 31) - 1
+"""A `num_logprobs` that returns all tokens of the vocabulary; only the host does it."""
+
 
 class SamplerState(Protocol):
     """State of a sequence's sampler: parameters, random key, and tokens that penalties apply to.

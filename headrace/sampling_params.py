@@ -12,6 +12,7 @@ from headrace.validation import MAX_INTEGER, check_names, integer, number, token
 
 MAX_SEQUENCES = 128
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKENS = 128
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1024
 MAX_BIASES = 1024
@@ -258,6 +259,8 @@ class SamplingParams:
     """Minimum output tokens; end tokens and stop strings have no effect before."""
     logprobs: int | None = _param(None, (0, MAX_LOGPROBS))
     """Number of likeliest tokens to report with each output token, with log-probabilities."""
+    logprob_token_ids: Sequence[int] | None = None
+    """Tokens to report with each output token, in place of the likeliest; needs `logprobs`."""
     prompt_logprobs: int | None = _param(None, (0, MAX_LOGPROBS))
     """Number of likeliest tokens to report with each prompt token except the first."""
     skip_special_tokens: bool = True
@@ -283,6 +286,8 @@ class SamplingParams:
             )
             if not checked["allowed_token_ids"]:
                 raise RequestError("allowed_token_ids is empty; list at least one token")
+        if self.logprob_token_ids is not None:
+            checked["logprob_token_ids"] = self._named_tokens(self.logprob_token_ids)
         checked["bad_words"] = bad_words(self.bad_words)
         if not isinstance(self.structured_outputs, StructuredOutputs | None):
             raise RequestError(
@@ -305,6 +310,18 @@ class SamplingParams:
             self._check_beam(self.beam_width)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    def _named_tokens(self, value: Sequence[int]) -> list[int]:
+        ids = token_ids("logprob_token_ids", value, MAX_LOGPROB_TOKENS)
+        if not ids:
+            raise RequestError("logprob_token_ids is empty; list at least one token")
+        if self.logprobs is None:
+            raise RequestError("logprob_token_ids needs logprobs; set logprobs too")
+        if self.beam_width is not None:
+            raise RequestError(
+                "logprob_token_ids cannot be combined with a beam search; leave one out"
+            )
+        return list(dict.fromkeys(ids))
 
     def _check_beam(self, width: int) -> None:
         if self.n > width:

@@ -477,6 +477,7 @@ class Engine:
             "stop_token_ids": params.stop_token_ids or (),
             "logit_bias": params.logit_bias or (),
             "allowed_token_ids": params.allowed_token_ids or (),
+            "logprob_token_ids": params.logprob_token_ids or (),
         }
         for name, ids in token_fields.items():
             highest = max(ids, default=0)

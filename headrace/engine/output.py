@@ -1,8 +1,10 @@
 """The output of a sequence."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from copy import copy
 from typing import Protocol, Self
+
+import numpy as np
 
 from headrace.batch import TokenLogprobs
 from headrace.constraint import Constraint
@@ -98,7 +100,8 @@ class Output:
         Raises ConstraintError if the grammar allows no token after it.
         """
         if logprobs is not None:
-            self.logprobs.append(describe(self._tokenizer, token, logprobs))
+            named = self._params.logprob_token_ids
+            self.logprobs.append(describe(self._tokenizer, token, logprobs, named))
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + logprobs.logprob
         self.token_ids.append(token)
 
@@ -200,14 +203,31 @@ def end_ids(params: SamplingParams, tokenizer: TokenizerView) -> frozenset[int]:
     return frozenset(params.stop_token_ids or ()) | frozenset(eos_ids)
 
 
-def describe(tokenizer: TokenizerView, token: int, logprobs: TokenLogprobs) -> Logprobs:
-    """Return the log-probabilities of a token and of the top tokens, by token id."""
+def describe(
+    tokenizer: TokenizerView,
+    token: int,
+    logprobs: TokenLogprobs,
+    named: Sequence[int] | None = None,
+) -> Logprobs:
+    """Return the log-probabilities of a token and of the top tokens, by token id.
+
+    `named` keeps these of the top tokens only.
+    """
     described = {token: Logprob(logprobs.logprob, logprobs.rank, _text(tokenizer, token))}
-    for rank, (top, logprob) in enumerate(
-        zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), start=1
-    ):
-        described[top] = Logprob(logprob, rank, _text(tokenizer, top))
+    places: Iterable[int] = range(len(logprobs.top_ids))
+    if named is not None:
+        places = _places(logprobs.top_ids, named)
+    for place in places:
+        top = logprobs.top_ids[place]
+        described[top] = Logprob(logprobs.top_logprobs[place], place + 1, _text(tokenizer, top))
     return described
+
+
+def _places(ids: Sequence[int], named: Sequence[int]) -> list[int]:
+    """Where the named ids stand in `ids`, which has each id at most once."""
+    found = np.flatnonzero(np.isin(np.asarray(ids), np.asarray(named)))
+    place_of = {ids[place]: place for place in found.tolist()}
+    return [place_of[token] for token in named if token in place_of]
 
 
 def _text(tokenizer: TokenizerView, token: int) -> str:

@@ -12,7 +12,7 @@ from headrace.engine.output import Output
 from headrace.engine.pooling import PromptPooling
 from headrace.kv.manager import Tables
 from headrace.kv.prefix import Node, Scope
-from headrace.logit_ops import SamplerState
+from headrace.logit_ops import ALL_LOGPROBS, SamplerState
 from headrace.outputs import DraftStats, Logprobs, RequestOutput, Timing, Update
 from headrace.request import DEFAULT_OPTIONS, RequestOptions
 from headrace.sampling_params import SamplingParams
@@ -270,8 +270,10 @@ class Sequence:
     @property
     def num_logprobs(self) -> int:
         """Number of top log-probabilities; -1: not even the token's own."""
-        num_logprobs = self.request.params.logprobs
-        return -1 if num_logprobs is None else num_logprobs
+        params = self.request.params
+        if params.logprob_token_ids:
+            return ALL_LOGPROBS  # of which the output keeps the named tokens
+        return -1 if params.logprobs is None else params.logprobs
 
     def receive(self, commit: Commit) -> bool:
         """Append new tokens until the output ends; returns whether it ended."""

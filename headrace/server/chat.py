@@ -101,6 +101,7 @@ class _Response:
             tokenizer,
             request.top_logprobs or 0,
             as_ids=bool(request.return_tokens_as_token_ids),
+            named=request.logprob_token_ids,
         )
         self._as_function = request.functions is not None
         """Whether a tool call has the form before `tool_calls`."""

@@ -166,6 +166,7 @@ class _Response:
             state.tokenizer,
             request.logprobs or 0,
             as_ids=bool(request.return_tokens_as_token_ids),
+            named=request.logprob_token_ids,
         )
         self._head = {
             "id": f"cmpl-{request.request_id or uuid4().hex}",

@@ -272,7 +272,6 @@ REFUSED: list[Group] = [
         {
             "watermarking": _SAMPLER,
             "watermark": _SAMPLER,
-            "logprob_token_ids": "use `allowed_token_ids` and `logprobs`",
             "repetition_detection": "use `frequency_penalty`, or a stop text",
             "kv_transfer_params": "the caches of two servers cannot be joined here",
             "ec_transfer_params": _TEXT_ONLY,

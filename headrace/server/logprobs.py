@@ -12,18 +12,29 @@ _MIN_LOGPROB = -9999.0
 class LogprobWriter:
     """Writes log-probabilities in the shapes of the APIs."""
 
-    def __init__(self, tokenizer: Tokenizer, num_top: int, *, as_ids: bool = False) -> None:
-        """`as_ids` names tokens `token_id:N`, as vLLM does for `return_tokens_as_token_ids`."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        num_top: int,
+        *,
+        as_ids: bool = False,
+        named: Sequence[int] | None = None,
+    ) -> None:
+        """`as_ids` names tokens `token_id:N`, as vLLM does for `return_tokens_as_token_ids`.
+
+        `named` tokens are written in place of the `num_top` likeliest.
+        """
         self._tokenizer = tokenizer
         self._num_top = num_top
         self._as_ids = as_ids
+        self._named = named
 
     def chat(self, entries: Iterable[Logprobs]) -> list[dict[str, Any]]:
         """Entries of chat completions and of the Responses API."""
         content = []
         for entry in entries:
             token_id, sampled = next(iter(entry.items()))
-            top = sorted(entry.items(), key=lambda item: item[1].rank)[: self._num_top]
+            top = self._top_of(entry, self._num_top)
             content.append(
                 self._chat_token(token_id, sampled)
                 | {"top_logprobs": [self._chat_token(other, score) for other, score in top]}
@@ -56,11 +67,17 @@ class LogprobWriter:
         return result
 
     def _top(self, entry: Logprobs) -> dict[str, float]:
-        top = sorted(entry.items(), key=lambda item: item[1].rank)[: max(self._num_top, 1)]
+        top = self._top_of(entry, max(self._num_top, 1))
         return {
             self._name(token_id, score.decoded_token): _json_number(score.logprob)
             for token_id, score in top
         }
+
+    def _top_of(self, entry: Logprobs, num_top: int) -> list[tuple[int, Logprob]]:
+        # Entries of prompt tokens have no named tokens.
+        if self._named and all(token in entry for token in self._named):
+            return [(token, entry[token]) for token in self._named]
+        return sorted(entry.items(), key=lambda item: item[1].rank)[:num_top]
 
     def _name(self, token_id: int, text: str) -> str:
         return f"token_id:{token_id}" if self._as_ids else text

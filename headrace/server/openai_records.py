@@ -11,6 +11,7 @@ import msgspec
 
 from headrace.request import MAX_PRIORITY, MAX_SALT_CHARACTERS, Pooling
 from headrace.sampling_params import (
+    MAX_LOGPROB_TOKENS,
     MAX_LOGPROBS,
     MAX_SEQUENCES,
     SAMPLING_FIELDS,
@@ -117,6 +118,9 @@ class SharedSampling(_PlainFields, frozen=True, kw_only=True):
     stop_token_ids: list[TokenId] | None = None
     logit_bias: Biases | None = None
     allowed_token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)] | None = None
+    logprob_token_ids: (
+        Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=MAX_LOGPROB_TOKENS)] | None
+    ) = None
     bad_words: _Texts | None = None
     structured_outputs: Structured | None = None
     priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None

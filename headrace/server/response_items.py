@@ -33,7 +33,9 @@ class ResponseItems:
         params: SamplingParams,
         tokenizer: Tokenizer,
     ) -> None:
-        self._writer = LogprobWriter(tokenizer, request.num_logprobs or 0)
+        self._writer = LogprobWriter(
+            tokenizer, request.num_logprobs or 0, named=request.logprob_token_ids
+        )
         self._new_scores: list[Logprobs] = []
         """Scores of tokens whose text has not come yet."""
         self._scores: list[dict[str, Any]] = []

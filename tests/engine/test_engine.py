@@ -57,6 +57,11 @@ class TestRefusals:
             ([1], {"stop_token_ids": [VOCAB]}, "stop_token_ids has token 23"),
             ([1], {"logit_bias": {VOCAB: 1.0}}, "logit_bias has token 23"),
             (
+                [1],
+                {"logprobs": 0, "logprob_token_ids": [VOCAB]},
+                "logprob_token_ids has token 23",
+            ),
+            (
                 [1] * 30,
                 {"max_tokens": 8},
                 "the prompt of 30 tokens and 8 output tokens need up to 10 blocks of 4 tokens, "
@@ -269,6 +274,28 @@ def test_prompt_logprobs_belong_to_the_tokens_of_the_prompt(late: bool) -> None:
         assert [*prompt, *result.outputs[0].token_ids] == plain_decoding(
             prompt, replace(GREEDY, max_tokens=4), 0
         )
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_logprobs_of_named_tokens(late: bool) -> None:
+    named = [5, VOCAB - 1, 0, 11]
+    engine = toy_engine(late=late)
+    options = {"max_tokens": 6, "logprobs": 2, "n": 2, "temperature": 0.9, "seed": 4}
+    plain, scored = run_all(
+        engine,
+        [
+            ([3, 1, 4], SamplingParams(**options)),
+            ([3, 1, 4], SamplingParams(**options, logprob_token_ids=named)),
+        ],
+    )
+    for reference, output in zip(plain.outputs, scored.outputs, strict=True):
+        assert output.token_ids == reference.token_ids
+        for i, described in enumerate(output.logprobs or []):
+            known = [3, 1, 4, *output.token_ids[:i]]
+            assert list(described) == list(dict.fromkeys([output.token_ids[i], *named]))
+            for token, score in described.items():
+                expected = token_logprobs(toy_logits(known), token, 0)
+                assert score[:2] == (expected.logprob, expected.rank)
 
 
 class TestFailures:

@@ -164,6 +164,46 @@ class TestChat:
             entry["logprob"] for entry in entries
         ] and plain[0]["top_logprobs"] == []
 
+    def test_logprobs_of_named_tokens(self, server: Running, llm: LLM) -> None:
+        named = [70, 3, 65]
+        params = SamplingParams(
+            max_tokens=12, temperature=0, ignore_eos=True, logprobs=0, logprob_token_ids=named
+        )
+        (expected,) = llm.chat(MESSAGES, params)
+        expected_entries = expected.outputs[0].logprobs or []
+        scores = [[entry[token].logprob for token in named] for entry in expected_entries]
+        assert len(scores) == 12
+        asked = {"logprobs": True, "logprob_token_ids": named}
+        entries = chat(server, **asked)["choices"][0]["logprobs"]["content"]
+        assert [[item["logprob"] for item in entry["top_logprobs"]] for entry in entries] == scores
+        chunks = stream(server, "/v1/chat/completions", CHAT | asked)
+        parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+        assert [entry for part in parts if part for entry in part["content"]] == entries
+
+    def test_named_tokens_of_a_completion(self, server: Running, llm: LLM) -> None:
+        asked = {"logprobs": 1, "logprob_token_ids": [70, 3], "return_tokens_as_token_ids": True}
+        reply = server.post("/v1/completions", TEXT | asked).json
+        for top in reply["choices"][0]["logprobs"]["top_logprobs"]:
+            assert list(top) == ["token_id:70", "token_id:3"]
+
+    @pytest.mark.parametrize(
+        ("fields", "status"),
+        [
+            ({"logprob_token_ids": [70]}, 400),
+            ({"logprobs": 1, "logprob_token_ids": []}, 400),
+            ({"logprobs": 1, "logprob_token_ids": [10**6]}, 400),
+            ({"logprobs": 1, "logprob_token_ids": [70], "use_beam_search": True, "n": 2}, 400),
+            ({"logprobs": 1, "logprob_token_ids": [70]}, 200),
+        ],
+    )
+    def test_named_tokens_are_checked(
+        self, server: Running, fields: dict[str, Any], status: int
+    ) -> None:
+        reply = server.post("/v1/completions", TEXT | fields)
+        assert reply.status == status
+        if status == 400:
+            assert reply.json["error"]["param"] == "logprob_token_ids"
+
     def test_infinite_logprobs_are_bounded(self, server: Running) -> None:
         banned = {str(token): -100 for token in range(0, 200)}
         reply = server.post(

@@ -286,6 +286,10 @@ class TestResponses:
         deltas = [event for name, event in events if name == "response.output_text.delta"]
         assert [score for delta in deltas for score in delta["logprobs"]] == part["logprobs"]
         assert dict(events)["response.output_text.done"]["logprobs"] == part["logprobs"]
+        asked = {"logprob_token_ids": [70, 3, 65]}
+        (item,) = server.post("/v1/responses", body | asked).json["output"]
+        (choice,) = server.post("/v1/chat/completions", chat_body | asked).json["choices"]
+        assert item["content"][0]["logprobs"] == choice["logprobs"]["content"]
 
     def test_sampling_fields_are_those_of_chat(self, server: Running) -> None:
         options = {"top_k": 5, "seed": 3, "temperature": 1.5, "repetition_penalty": 1.3}

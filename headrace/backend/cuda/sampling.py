@@ -27,6 +27,7 @@ from headrace.backend.cuda.sampling_options import DeviceSamplers
 from headrace.batch import NO_DRAFT, DraftTree, Ints
 from headrace.constraint import mask_words
 from headrace.logit_ops import (
+    ALL_LOGPROBS,
     Expand,
     Expanded,
     LogitOp,
@@ -45,7 +46,9 @@ _FIRST_OF_STEP, _LAST_OF_STEP = int(table.ROW.value), int(table.IS_ADJUSTED.valu
 def runs_on_device(op: LogitOp) -> bool:
     """Whether the device runs an op; else the host does."""
     if isinstance(op, SampleOp):
-        return op.method == "exact" or (op.method == "typical" and not op.draft.tokens)
+        is_short = op.num_logprobs < ALL_LOGPROBS
+        is_exact = op.method == "exact" or (op.method == "typical" and not op.draft.tokens)
+        return is_short and is_exact
     return isinstance(op, Score) or (
         isinstance(op, Expand) and op.width == 1 and not op.probabilities
     )
