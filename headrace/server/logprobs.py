@@ -22,7 +22,7 @@ class LogprobWriter:
     ) -> None:
         """`as_ids` names tokens `token_id:N`, as vLLM does for `return_tokens_as_token_ids`.
 
-        `named` tokens are written in place of the `num_top` likeliest.
+        The output token and `named` tokens are written in place of the `num_top` likeliest.
         """
         self._tokenizer = tokenizer
         self._num_top = num_top
@@ -76,7 +76,7 @@ class LogprobWriter:
     def _top_of(self, entry: Logprobs, num_top: int) -> list[tuple[int, Logprob]]:
         # Entries of prompt tokens have no named tokens.
         if self._named and all(token in entry for token in self._named):
-            return [(token, entry[token]) for token in self._named]
+            return list(entry.items())  # the output token comes first
         return sorted(entry.items(), key=lambda item: item[1].rank)[:num_top]
 
     def _name(self, token_id: int, text: str) -> str:
