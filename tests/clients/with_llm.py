@@ -101,7 +101,7 @@ def unknown_model() -> None:
 
 
 def too_long() -> None:
-    assert "the prompt is too long" in error("chat", "-o", "max_tokens", str(TOO_LONG))
+    assert "maximum context length" in error("chat", "-o", "max_tokens", str(TOO_LONG))
 
 
 def full_for_a_moment() -> str:
