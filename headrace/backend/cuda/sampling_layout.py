@@ -69,7 +69,7 @@ class SampleLayout(NamedTuple):
 
 
 def common_layouts(slots: int) -> Iterator[SampleLayout]:
-    """Layouts whose kernels, together, are those of most steps without drafts.
+    """Layouts that together need the kernels of most steps without drafts.
 
     Kernels do not depend on the number of samples, but on the alignment of the parts.
     """

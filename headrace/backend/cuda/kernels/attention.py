@@ -158,7 +158,7 @@ def attention_kernel(
     """Take every n-th unit of the list: an item with a KV head, or with some of its query heads.
 
     Another launch takes the items with fewer rows than `FEWEST`, or with more than `MOST`. `PATHS`
-    says which items gather their keys one by one: "none", those of "trees", or "all".
+    says which items gather their keys one by one: "none", draft "trees", or "all".
     """
     UNITS: tl.constexpr = KV_HEADS * HEAD_TILES
     for unit in range(tl.program_id(0), tl.load(count) * UNITS, tl.num_programs(0)):

@@ -14,7 +14,7 @@ class Tiles(NamedTuple):
     store.
     """
 
-    rows: int  # queries, those of the batch times heads
+    rows: int  # Query heads of several rows of the batch
     keys: int
     split: int
     programs: int
