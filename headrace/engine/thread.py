@@ -120,7 +120,9 @@ class EngineThread:
         self._commands.put(lambda: self._finish(request_id))
 
     def call(self, function: Callable[[], _T]) -> _T:
-        """Call a function between two steps. Raises its error."""
+        """Call a function between two steps. Raises its error; DeviceLostError also closes the
+        engine.
+        """
         self.check_open()
         if get_ident() == self._ident:
             raise HeadraceError("the engine cannot be called from within its own step")
@@ -132,6 +134,8 @@ class EngineThread:
                 response.put((function(), None))
             except BaseException as error:
                 response.put((None, error))
+                if isinstance(error, DeviceLostError):
+                    raise
 
         self._post(command)
         value, error = response.get()

@@ -85,10 +85,15 @@ class GpuHost:
             )
         if self.absent_tools:
             be = "is" if len(self.absent_tools) == 1 else "are"
-            packages = " ".join(_PACKAGES[tool] for tool in self.absent_tools)
+            packages = [_PACKAGES[tool] for tool in self.absent_tools if tool in _PACKAGES]
+            remedies = []
+            if len(packages) < len(self.absent_tools):
+                remedies.append("correct or unset CC")
+            if packages:
+                remedies.append(f"apt install {' '.join(packages)}")
             return (
                 f"{' and '.join(self.absent_tools)} {be} missing, which Triton compiles its "
-                f"launcher with: apt install {packages}"
+                f"launcher with: {' and '.join(remedies)}"
             )
         if self.interprets:
             return "TRITON_INTERPRET is set, so kernels would be interpreted: unset it"
@@ -117,11 +122,13 @@ def absent_tools(
     environment: "os._Environ[str] | dict[str, str]" = os.environ,
     include: str = sysconfig.get_path("include"),
 ) -> tuple[str, ...]:
-    """Find a C compiler and Python's headers as Triton does: $CC, gcc or clang."""
-    path = environment.get("PATH")
-    has_compiler = environment.get("CC") or which("gcc", path=path) or which("clang", path=path)
+    """Find a C compiler and Python's headers as Triton does: $CC, or else gcc or clang."""
+    path, chosen = environment.get("PATH"), environment.get("CC")
+    compilers = (_COMPILER, "clang") if chosen is None else (chosen,)
+    has_compiler = any(which(compiler, path=path) for compiler in compilers)
     has_headers = Path(include, _HEADER).exists()
-    return (() if has_compiler else (_COMPILER,)) + (() if has_headers else (_HEADER,))
+    missing = _COMPILER if chosen is None else f"the compiler '{chosen}' of CC"
+    return (() if has_compiler else (missing,)) + (() if has_headers else (_HEADER,))
 
 
 def interprets(environment: "os._Environ[str] | dict[str, str]" = os.environ) -> bool:

@@ -17,7 +17,7 @@ from contextlib import closing, contextmanager, suppress
 from threading import Event as Flag
 from threading import Thread
 
-from headrace.errors import ClosedError, HeadraceError
+from headrace.errors import ClosedError, DeviceLostError, HeadraceError
 from headrace.remote import frames
 from headrace.remote.heartbeat import Heartbeat
 from headrace.remote.host import EngineHost, open_engine
@@ -75,7 +75,7 @@ class EngineServer:
 
     def _put_reports(self) -> None:
         report = None
-        with suppress(ClosedError):
+        with suppress(ClosedError, DeviceLostError):
             while not self._closed.wait(_REPORT_SECONDS):
                 self._has_written.wait()
                 self._has_written.clear()

@@ -125,6 +125,11 @@ def test_missing_driver_library(monkeypatch: pytest.MonkeyPatch) -> None:
             "apt install gcc python3-dev",
         ),
         ({"absent_tools": ("Python.h",)}, "Python.h is missing"),
+        (
+            {"absent_tools": ("the compiler 'icc' of CC", "Python.h")},
+            "the compiler 'icc' of CC and Python.h are missing, which Triton compiles its launcher "
+            "with: correct or unset CC and apt install python3-dev",
+        ),
     ],
 )
 def test_gpu_obstacles(change: dict[str, Any], message: str) -> None:
@@ -143,9 +148,11 @@ def test_tools_of_the_kernel_compiler(tmp_path: Path) -> None:
     """Triton takes $CC, or else gcc or clang of the path."""
     assert gpu.absent_tools({"PATH": str(tmp_path)}, str(tmp_path)) == ("gcc", "Python.h")
     (tmp_path / "Python.h").touch()
-    assert gpu.absent_tools({"CC": "cc", "PATH": ""}, str(tmp_path)) == ()
     (tmp_path / "clang").touch(mode=0o755)
-    assert gpu.absent_tools({"PATH": str(tmp_path)}, str(tmp_path)) == ()
+    for chosen in ({}, {"CC": "clang"}, {"CC": str(tmp_path / "clang")}):
+        assert gpu.absent_tools({"PATH": str(tmp_path), **chosen}, str(tmp_path)) == ()
+    wrong = {"CC": "icc", "PATH": str(tmp_path)}
+    assert gpu.absent_tools(wrong, str(tmp_path)) == ("the compiler 'icc' of CC",)
 
 
 @pytest.mark.parametrize(

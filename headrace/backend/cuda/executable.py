@@ -469,6 +469,7 @@ class CudaExecutable:
             op_seconds[name] = op_seconds.get(name, 0.0) + seconds
         return StepTimes(prepared + sum(op_seconds.values()), op_seconds, 0)
 
+    @device_errors
     def expert_loads(self) -> NDArray[np.int64]:
         is_idle = not self._in_flight
         table = self._loads.table(is_idle)
@@ -499,6 +500,7 @@ class CudaExecutable:
         variant._plan(decoding(1))  # packs the weights
         return variant
 
+    @device_errors
     def remove_adapter(self, number: int) -> None:
         self._stream.catch_up()
         self._adapters.remove(number)

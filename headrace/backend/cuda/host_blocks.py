@@ -14,6 +14,7 @@ import torch
 
 from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.kv_store import KvStore
+from headrace.backend.cuda.memory import device_errors
 from headrace.backend.cuda.stream import Mark, Stream, host_tensor
 from headrace.errors import MemoryLimitError
 
@@ -52,6 +53,7 @@ class CudaHostBlocks:
         )
         self.block_seconds = self._measure_block_seconds()
 
+    @device_errors
     def save(self, group: int, block: int, host_block: int) -> None:
         copy, staging = self._copy(group, host_block), self._out[0]
         self._stream.wait_for(staging.done)
@@ -65,6 +67,7 @@ class CudaHostBlocks:
         )
         self._out.rotate(-1)
 
+    @device_errors
     def load(self, group: int, host_block: int, block: int) -> None:
         copy, staging = self._copy(group, host_block), self._in[0]
         arrival = self._stream.copy_overlapped(

@@ -14,10 +14,11 @@ from headrace.backend.cuda.step_shape import StepShape
 from headrace.config import KvConfig
 from headrace.engine.engine import Engine
 from headrace.engine.thread import EngineThread, Inbox
-from headrace.errors import ClosedError, MemoryLimitError
+from headrace.errors import ClosedError, DeviceLostError, MemoryLimitError
 from headrace.logit_ops import SampleOp
 from headrace.model import trace_model
 from headrace.sampling_params import SamplingParams
+from tests.backend.cuda.late import LateStream
 from tests.backend.cuda.sampling_steps import Steps
 from tests.backend.cuda.test_engine import (
     EXPERTS,
@@ -128,6 +129,51 @@ def test_a_lost_gpu_ends_the_engine(stage: str, monkeypatch: pytest.MonkeyPatch)
         while not inbox.get().result:
             pass
     assert thread.closed and engine.stats().failed_steps == 0
+
+
+def test_a_gpu_lost_between_steps_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report or an adapter meets the error first; no request does."""
+    engine, _ = late_engine(EXPERTS, prepared=False)
+
+    def fails(*args: Any) -> Any:
+        raise torch.AcceleratorError(ILLEGAL)
+
+    monkeypatch.setattr(memory, "is_lost", lambda: True)
+    monkeypatch.setattr(LateStream, "mark", fails)
+    thread = EngineThread(engine)
+    with pytest.raises(DeviceLostError, match="the GPU failed"):
+        thread.call(engine.stats)
+    with pytest.raises(ClosedError, match="the GPU failed, and a new process must start: CUDA err"):
+        thread.call(engine.stats)
+
+
+def test_every_call_reports_a_lost_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also calls between steps: reports, adapters, and KV blocks of the host."""
+    engine, stream = late_engine(EXPERTS, prepared=False)
+    executable = engine._loop.executable
+    assert isinstance(executable, CudaExecutable)
+    blocks = executable.host_blocks(1 << 20)
+    assert blocks
+    stream.catch_up()
+
+    def fails(*args: Any) -> Any:
+        raise torch.AcceleratorError(ILLEGAL)
+
+    monkeypatch.setattr(memory, "is_lost", lambda: True)
+    for name in ("copy", "copy_overlapped", "mark", "wait_for", "catch_up"):
+        monkeypatch.setattr(LateStream, name, fails)
+    none = np.zeros(0, np.int32)
+    calls: dict[str, Callable[[], Any]] = {
+        "expert_loads": executable.expert_loads,
+        "add_adapter": lambda: executable.add_adapter({}),
+        "remove_adapter": lambda: executable.remove_adapter(0),
+        "move_slots": lambda: executable.move_slots(0, none, none),
+        "save": lambda: blocks.save(0, 0, 0),
+        "load": lambda: blocks.load(0, 0, 0),
+    }
+    for call in calls.values():
+        with pytest.raises(DeviceLostError, match="the GPU failed, and a new process must start"):
+            call()
 
 
 @pytest.mark.parametrize(
