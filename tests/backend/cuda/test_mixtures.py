@@ -1,7 +1,7 @@
 """Random mixtures of all kinds of requests over a late device: each has the tokens it has alone.
 
-`HEADRACE_MIXTURES=2000 python -m pytest tests/backend/cuda/test_mixtures.py` is the long form.
-On a GPU the mixtures also run over its own stream.
+`HEADRACE_MIXTURES=2000 python -m pytest tests/backend/cuda/test_mixtures.py` is the long form; with
+`--hypothesis-seed N` it has pieces that differ. On a GPU the mixtures also run over its own stream.
 """
 
 import os
@@ -19,6 +19,7 @@ from headrace import _native
 from headrace.backend.cuda import CudaExecutable
 from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.stream import HostStream, Stream, make_stream
+from headrace.backend_traits import KvDtype
 from headrace.batch import ints
 from headrace.config import KvConfig
 from headrace.engine.engine import Engine
@@ -35,26 +36,47 @@ from headrace.logit_ops import (
     Ticket,
 )
 from headrace.model import trace_model
-from headrace.outputs import RequestOutput
-from headrace.request import Pooling, PoolingParams
+from headrace.model.spec import ExpertSpec, ModelSpec
+from headrace.outputs import RequestOutput, Update
+from headrace.request import Pooling, PoolingParams, RequestOptions
 from headrace.sampling.pooling import RowSum
 from headrace.sampling.sampler import Sampler
 from headrace.sampling_params import SamplingParams
+from headrace.structured_outputs import StructuredOutputs
 from tests.backend.batches import Sequence, batch_of
 from tests.backend.cuda.late import LateStream
 from tests.engine.test_promise import same
-from tests.tiny import drain, tiny_engine, tiny_model
+from tests.tiny import Tensors, drain, tiny_engine, tiny_model
 
 MIXTURES = int(os.environ.get("HEADRACE_MIXTURES", "6"))
 EOS = (60,)
-MODEL = tiny_model(2, layers=1, dim=16, heads=2, kv_heads=1, ffn=16)
 BLOCK_SIZE, SLOTS = 4, 240
+MODELS: list[tuple[tuple[ModelSpec, Tensors], KvDtype]] = [
+    (tiny_model(2, layers=1, dim=16, heads=2, kv_heads=1, ffn=16), "bf16"),
+    (
+        tiny_model(
+            3,
+            layers=2,
+            heads=2,
+            kv_heads=1,
+            window=(9, 0),
+            format="Q8_0",
+            architecture="mixtral",
+            experts=ExpertSpec(4, 2, 32),
+        ),
+        "int8",
+    ),
+]
+"""A model of one layer, and one with a window, experts, and 8-bit weights and KV."""
 
 
 class Ask(NamedTuple):
     prompt: list[int]
     params: SamplingParams
     pooling: Pooling | None = None
+
+
+NAMED: dict[str, Any] = {"logprob_token_ids": [1, 2, 3]}
 
 
 def _greedy(**options: Any) -> SamplingParams:
@@ -71,18 +93,31 @@ ASKS = [
     Ask([2, 4, 2, 4], SamplingParams(n=2, seed=5, max_tokens=3, prompt_logprobs=0)),
     Ask([1, 2, 3], SamplingParams(beam_width=2, max_tokens=3)),
     Ask([3, 1, 4, 1, 5], SamplingParams(seed=4, max_tokens=4, logit_bias={4: 3.0, 5: -100.0})),
+    Ask([4, 5, 6], SamplingParams(seed=6, max_tokens=4, min_p=0.05, logprobs=0, **NAMED)),
+    Ask([7, 9], _greedy(max_tokens=5, structured_outputs=StructuredOutputs(regex="[a-c]{2,5}d"))),
+    Ask([8, 2, 8, 2, 8], _greedy(max_tokens=8, stop=["b", "ka"], ignore_eos=True)),
+    Ask(list(range(30)), SamplingParams(seed=7, max_tokens=5, temperature=0.7, logprobs=1)),
     Ask([1], SamplingParams(), "last"),
     Ask([6, 6, 6, 1, 2, 3], SamplingParams(), "mean"),
-    Ask(list(range(20, 29)), SamplingParams(), "cls"),
+    CLS := Ask(list(range(20, 29)), SamplingParams(), "cls"),
 ]
 
 
+class Arrival(NamedTuple):
+    """A request, and the number of steps before the next one; the request may be ended then."""
+
+    which: int
+    gap: int = 0
+    is_urgent: bool = False
+    is_aborted: bool = False
+
+
 @cache
-def executable(stream: Stream, prepared: bool) -> CudaExecutable:
+def executable(model: int, stream: Stream, prepared: bool) -> CudaExecutable:
     """One executable for many engines, since its plans take longer than a mixture."""
-    spec, tensors = MODEL
+    (spec, tensors), kv_dtype = MODELS[model]
     program = trace_model(spec, tensors).with_pooled()
-    kv = KvConfig((SLOTS // BLOCK_SIZE,) * len(program.kv_groups), BLOCK_SIZE, "bf16")
+    kv = KvConfig((SLOTS // BLOCK_SIZE,) * len(program.kv_groups), BLOCK_SIZE, kv_dtype)
     made = CudaExecutable(program, tensors, kv, torch.bfloat16, stream)
     if prepared:
         made.prepare(16, 4)
@@ -93,19 +128,22 @@ HOST, LATE = HostStream(), LateStream()
 STREAMS = [LATE] if is_interpreting() else [LATE, make_stream()]
 
 
-def engine_over(made: CudaExecutable, **config: Any) -> Engine:
-    return tiny_engine(MODEL, "cuda", executable=made, eos_ids=EOS, slots=SLOTS, **config)
+def engine_over(model: int, made: CudaExecutable, **config: Any) -> Engine:
+    tiny, kv_dtype = MODELS[model]
+    options = {"slots": SLOTS, "kv_dtype": kv_dtype} | config
+    return tiny_engine(tiny, "cuda", executable=made, eos_ids=EOS, **options)
 
 
-def add(engine: Engine, ask: Ask) -> str:
+def add(engine: Engine, ask: Ask, priority: int = 0) -> str:
     pooling = PoolingParams(pooling=ask.pooling) if ask.pooling else None
-    return engine.add(engine.check(ask.prompt, ask.params, pooling=pooling))
+    options = RequestOptions(priority=priority)
+    return engine.add(engine.check(ask.prompt, ask.params, options, pooling=pooling))
 
 
 @cache
-def alone(which: int) -> RequestOutput:
+def alone(model: int, which: int) -> RequestOutput:
     """A request by itself, in one piece, each launch read before the next."""
-    engine = engine_over(executable(HOST, False), prefix_cache=False)
+    engine = engine_over(model, executable(model, HOST, False), prefix_cache=False)
     add(engine, ASKS[which])
     return next(update.result for update in drain(engine) if update.result)
 
@@ -116,7 +154,8 @@ on_each_stream = pytest.mark.parametrize("stream", STREAMS, ids=lambda s: type(s
 @on_each_stream
 @settings(max_examples=MIXTURES, deadline=None)
 @example(
-    arrivals=[(11, 0), (0, 0)],
+    model=0,
+    arrivals=[Arrival(ASKS.index(CLS)), Arrival(0)],
     speed=1,
     seed=0,
     prepared=False,
@@ -124,10 +163,21 @@ on_each_stream = pytest.mark.parametrize("stream", STREAMS, ids=lambda s: type(s
     max_num_batched_tokens=8,
     max_num_seqs=32,
     prefix_cache=False,
+    slots=SLOTS,
+    proposer="off",
 )
 @given(
+    model=st.integers(0, len(MODELS) - 1),
     arrivals=st.lists(
-        st.tuples(st.integers(0, len(ASKS) - 1), st.integers(0, 3)), min_size=2, max_size=5
+        st.builds(
+            Arrival,
+            which=st.integers(0, len(ASKS) - 1),
+            gap=st.integers(0, 3),
+            is_urgent=st.sampled_from([False, False, True]),
+            is_aborted=st.sampled_from([False, False, False, True]),
+        ),
+        min_size=2,
+        max_size=6,
     ),
     speed=st.sampled_from([0, 0.1, 1]),
     seed=st.integers(0, 1000),
@@ -136,31 +186,49 @@ on_each_stream = pytest.mark.parametrize("stream", STREAMS, ids=lambda s: type(s
     max_num_batched_tokens=st.sampled_from([5, 8, 9, 64]),
     max_num_seqs=st.sampled_from([2, 32]),
     prefix_cache=st.booleans(),
+    slots=st.sampled_from([40, SLOTS]),
+    proposer=st.sampled_from(["off", "off", "ngram"]),
 )
 def test_mixtures_have_the_tokens_of_single_requests(
     stream: Stream,
-    arrivals: list[tuple[int, int]],
+    model: int,
+    arrivals: list[Arrival],
     speed: float,
     seed: int,
     prepared: bool,
     **config: Any,
 ) -> None:
-    """Each arrival is a request, and the number of steps before the next one."""
+    """Urgent requests preempt others if there are few slots."""
     LATE.speed, LATE.random = speed, Random(seed)
-    engine, updates, ids = engine_over(executable(stream, prepared), **config), [], []
-    for which, gap in arrivals:
-        ids.append(add(engine, ASKS[which]))
-        for _ in range(gap):
+    engine = engine_over(model, executable(model, stream, prepared), **config)
+    updates, ids = list[Update](), list[str]()
+    aborted = dict[str, RequestOutput | None]()
+    for arrival in arrivals:
+        ids.append(add(engine, ASKS[arrival.which], -int(arrival.is_urgent)))
+        for _ in range(arrival.gap):
             updates += engine.step()
+        if arrival.is_aborted:
+            aborted[ids[-1]] = engine.abort(ids[-1])
     updates += drain(engine)
 
     results = {update.request_id: update.result for update in updates if update.result}
-    for request_id, (which, _) in zip(ids, arrivals, strict=True):
-        mine, expected = results[request_id], alone(which)
-        same(mine, expected, exact=True)
-        np.testing.assert_array_equal(mine.embedding, expected.embedding)
+    for request_id, arrival in zip(ids, arrivals, strict=True):
+        expected = alone(model, arrival.which)
+        if cut := aborted.get(request_id):
+            has_begun(cut, expected, ASKS[arrival.which].params)
+        else:
+            same(results[request_id], expected, exact=True)
+            np.testing.assert_array_equal(results[request_id].embedding, expected.embedding)
     stats = engine.stats()
-    assert stats.blocks_free == stats.blocks_total and stats.failed_steps == 0
+    assert stats.blocks_free == stats.blocks_total
+    assert stats.failed_steps == stats.proposer_failures == 0
+
+
+def has_begun(cut: RequestOutput, whole: RequestOutput, params: SamplingParams) -> None:
+    """An aborted request has the first tokens of the whole one; beams change to their end."""
+    for mine, expected in zip(cut.outputs, whole.outputs, strict=False):
+        if params.beam_width is None:
+            assert mine.token_ids == expected.token_ids[: len(mine.token_ids)]
 
 
 class Turn(NamedTuple):
@@ -270,9 +338,9 @@ def test_results_are_the_same_whenever_launches_are_read(
     stream: Stream, turns: list[Turn], speed: float, seed: int
 ) -> None:
     """A launch takes its tokens from the last one, sampled by the host or by the device."""
-    expected = Decoding(executable(HOST, False)).results(turns, reads_at_once=True)
+    expected = Decoding(executable(0, HOST, False)).results(turns, reads_at_once=True)
     LATE.speed, LATE.random = speed, Random(seed)
-    results = Decoding(executable(stream, False)).results(turns, reads_at_once=False)
+    results = Decoding(executable(0, stream, False)).results(turns, reads_at_once=False)
     for mine, truth in zip(results, expected, strict=True):
         for one, other in zip(mine, truth, strict=True):
             assert type(one) is type(other) and one is not None
