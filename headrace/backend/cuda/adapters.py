@@ -30,16 +30,20 @@ class Adapters:
         self._matrices: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def add(self, adapter: Mapping[str, LowRank]) -> int:
-        """Copy an adapter to the device and return its number."""
+        """Copy an adapter to the device and return its number. After an error nothing is kept."""
         number = next(number for number in count() if number not in self._matrices)
-        kept = self._matrices[number] = []
         if number >= self._slots:
-            self._slots *= 2
-            self.tables = {
-                name: torch.cat([table, torch.zeros_like(table)])
-                for name, table in self.tables.items()
-            }
-            self.changed += 1
+            self._double_slots()
+        self._matrices[number] = []
+        try:
+            self._copy(adapter, number)
+        except BaseException:
+            self.remove(number)
+            raise
+        return number
+
+    def _copy(self, adapter: Mapping[str, LowRank], number: int) -> None:
+        kept = self._matrices[number]
         for name, matrices in adapter.items():
             if name not in self.tables:
                 self.tables[name] = torch.zeros(self._slots, 4, dtype=torch.int64, device=DEVICE)
@@ -52,7 +56,13 @@ class Adapters:
             if len(down) > self.max_rank:
                 self.max_rank = len(down)
                 self.changed += 1
-        return number
+
+    def _double_slots(self) -> None:
+        self.tables = {
+            name: torch.cat([table, torch.zeros_like(table)]) for name, table in self.tables.items()
+        }
+        self._slots *= 2
+        self.changed += 1
 
     def remove(self, number: int) -> None:
         for table in self.tables.values():

@@ -120,6 +120,8 @@ class CudaExecutable:
         self._workspace = workspace or Workspace()
         self._adapters = Adapters()
         self._packed, self._stream = activations, stream
+        # Rows and logit rows of the largest step, once it is known
+        self._max_rows: tuple[int, int] | None = None
         self._set_program(program)
         self._plan(decoding(1))  # packs the weights
 
@@ -290,6 +292,7 @@ class CudaExecutable:
         """
         if not self._stream.has_graphs:
             return
+        self._max_rows = max_rows, max_logit_rows
         self._plan(prefill(max_rows, max_logit_rows))
         rows_with_graphs = graph_rows(min(max_rows, max_logit_rows))
         # The plan of the most rows comes first: later plans fit in its memory.
@@ -483,10 +486,27 @@ class CudaExecutable:
         low_rank = low_rank_part(adapter)
         self._stream.catch_up()
         variant = self._variant(adapter) if len(low_rank) < len(adapter) else None
+        changed = self._adapters.changed
         number = self._adapters.add(low_rank)
+        if variant or self._adapters.changed > changed:
+            try:
+                compile_kernels((variant or self)._kernels_with_adapters())
+            except BaseException:
+                self._adapters.remove(number)
+                raise
         if variant:
             self._variants[number] = variant
         return number
+
+    def _kernels_with_adapters(self) -> Iterator[Launch]:
+        # The first steps with adapters would compile them one by one, and all requests would wait.
+        if self._max_rows is None:
+            return
+        max_rows, max_logit_rows = self._max_rows
+        shapes = [decoding(rows) for rows in graph_rows(min(max_rows, max_logit_rows))]
+        shapes += [prefill(rows, min(rows, max_logit_rows)) for rows in shape_rows(max_rows)]
+        for shape in shapes:
+            yield from self._lowered(shape._replace(has_adapters=True)).launches
 
     def _variant(self, adapter: Adapter) -> "CudaExecutable":
         """The program with the adapter's own weights, over the same KV, adapters and sampler."""

@@ -10,12 +10,13 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.backend import compile_program, forward
-from headrace.backend.cuda import compile
+from headrace.backend.cuda import adapters, compile, executable
 from headrace.backend.cuda.executable import CudaExecutable
+from headrace.backend.cuda.launch import Launch
 from headrace.backend.cuda.stream import HostStream
 from headrace.backend.reference.executable import ReferenceExecutable
 from headrace.config import KvConfig
-from headrace.errors import UnsupportedModelError
+from headrace.errors import MemoryLimitError, UnsupportedModelError
 from headrace.model import tensor_shapes, trace_model
 from headrace.program.adapter import LowRank, OwnWeight, TokenRows
 from headrace.quant.formats import StoredTensor
@@ -129,6 +130,66 @@ def test_engine_with_weights_of_an_adapter() -> None:
     assert late.late > 10
     same(own, run_with(asks[:1], ["own"], HostStream())[0], exact=True)
     assert own.outputs[0].logprobs != other.outputs[0].logprobs
+
+
+def test_steps_with_adapters_meet_only_kernels_that_their_load_compiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A low-rank adapter, one of a larger rank, and one with weights of its own."""
+    prepared: list[Launch] = []
+    run: list[Launch] = []
+    runs = LateStream.run
+    monkeypatch.setattr(executable, "compile_kernels", lambda launches: prepared.extend(launches))
+    monkeypatch.setattr(LateStream, "run", lambda self, ls: (run.extend(ls), runs(self, ls)))
+    launched = CudaExecutable(
+        trace_model(SPEC, TENSORS),
+        TENSORS,
+        KvConfig((20,), 4, "bf16"),
+        torch.bfloat16,
+        LateStream(),
+    )
+    launched.prepare(24, 4)
+    engine = tiny_engine((SPEC, TENSORS), "cuda", executable=launched, slots=80)
+    for adapter in (made(4), made(40), own_weights(1)):
+        engine.load_adapter("adapter", adapter)
+        options = RequestOptions(adapter="adapter")
+        engine.add_request([5, 4, 3], SamplingParams(seed=2, max_tokens=2), options=options)
+        drain(engine)
+        engine.unload_adapter("adapter")
+        unknown = {kind_of(launch) for launch in run} - {kind_of(launch) for launch in prepared}
+        assert not unknown
+    assert "lora_up_kernel" in {launch.name for launch in run}
+
+
+def kind_of(launch: Launch) -> str:
+    return f"{launch.name} {launch.constants}"
+
+
+def test_an_adapter_without_memory_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its matrices nor its number, whether they or the kernels' memory do not fit."""
+    launched = compile(trace_model(SPEC, TENSORS), TENSORS, KV, 1)
+    base = launched.add_adapter(made(4))
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+    copies = adapters.stored
+    done = []
+
+    def fails(*args: Any) -> Any:
+        done.append(args)
+        if len(done) == 3:
+            raise full
+        return copies(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapters, "stored", fails)
+        with pytest.raises(MemoryLimitError, match="the GPU is out of memory"):
+            launched.add_adapter(made(5))
+    with monkeypatch.context() as patch:
+        patch.setattr(executable, "compile_kernels", lambda launches: fails())
+        done[:] = [0, 0]
+        with pytest.raises(MemoryLimitError, match="the GPU is out of memory"):
+            launched.add_adapter(made(40))
+    assert list(launched._adapters._matrices) == [base]
+    assert launched.add_adapter(made(5)) == base + 1
 
 
 def test_pooling() -> None:
