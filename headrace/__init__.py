@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from headrace.measure.evaluate import evaluate
     from headrace.measure.profile import profile
     from headrace.measure.selftest import selftest
+    from headrace.measure.tune import tune
     from headrace.outputs import CompletionOutput, Logprob, RequestOutput
     from headrace.sampling_params import ReasoningMarkers, SamplingParams, ThinkingBudget
     from headrace.structured_outputs import StructuredOutputs
@@ -32,6 +33,7 @@ __all__ = [
     "evaluate",
     "profile",
     "selftest",
+    "tune",
 ]
 
 _MODULES = {
@@ -50,6 +52,7 @@ _MODULES = {
     "evaluate": "measure.evaluate",
     "profile": "measure.profile",
     "selftest": "measure.selftest",
+    "tune": "measure.tune",
 }
 """Modules of the public names."""
 

@@ -39,6 +39,7 @@ from headrace.backend.cuda.kernels.linear import linear
 from headrace.backend.cuda.kernels.quantise_rows import quantise_rows
 from headrace.backend.cuda.launch import Launch
 from headrace.backend.cuda.layout import WeightLayout, layout_of
+from headrace.backend.cuda.random_weight import random_weight
 from headrace.backend.cuda.step_shape import StepShape, shape_of
 from headrace.backend_traits import KvDtype
 from headrace.batch import RaggedBatch
@@ -46,7 +47,7 @@ from headrace.logit_ops import SampleOp
 from headrace.quant.formats import FORMATS
 from headrace.sampling.host import run_logit_ops
 from tests.backend.batches import Sequence, batch_of
-from tests.backend.cuda.hollow import SPECS, hollow_tensor, random_weight
+from tests.backend.cuda.hollow import SPECS, hollow_tensor
 
 Rows = NDArray[np.float32]
 

@@ -15,10 +15,8 @@ from programs import (
     draws,
     executable_of,
     plan_of,
-    seconds,
     sequences_of,
     step_of,
-    synchronise,
     weight_bytes,
 )
 
@@ -26,6 +24,7 @@ from headrace.backend.cuda import CudaExecutable
 from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.launch import Launch
+from headrace.backend.cuda.timing import seconds, synchronise
 from headrace.backend_traits import KvDtype
 from headrace.batch import RaggedBatch
 from headrace.config import EngineConfig, KvConfig

@@ -6,13 +6,13 @@ from itertools import product
 import torch
 import triton
 import triton.language as tl
-from programs import seconds
 
 from headrace.backend.cuda.compile_kernels import compile_kernels
 from headrace.backend.cuda.device import DEVICE, multiprocessors
 from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.launch import Launch, blocks
 from headrace.backend.cuda.stream import make_stream
+from headrace.backend.cuda.timing import seconds
 
 ROWS = (16, 32, 64, 128, 256)
 _TILES = ((16, 64), (32, 64), (64, 64), (128, 64), (128, 128), (256, 64))

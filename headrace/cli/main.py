@@ -31,6 +31,7 @@ COMMANDS = {
     "convert": "quantise a model to a GGUF file or to a folder of safetensors",
     "top": "watch the running engines: KV memory, rows, speed, requests",
     "calibrate": "measure whether speculative decoding saves time for a model",
+    "tune": "tune the matrix products of a model on the GPU",
     "doctor": "measure this machine, and test the engine on it",
     "completion": "print a completion script for bash, zsh or fish",
 }

@@ -127,6 +127,9 @@ def load_engine(
     if config.traits.on_gpu:
         # Compiled kernels are kept with the models, in one folder that a container can keep.
         os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "kernels"))
+        from headrace.backend.cuda.tile_table import load_tiles
+
+        load_tiles(cache_folder())
 
     mesh = mesh_of(config)
     threads = threads_per_rank(config, mesh)

@@ -11,7 +11,7 @@ if is_interpreting():
 
 import torch
 
-from headrace.backend.cuda.device import instructions
+from headrace.backend.cuda.device import instructions, multiplied_type
 from headrace.backend.cuda.executable import CudaExecutable, lower
 from headrace.backend.cuda.memory import release_cache
 from headrace.backend.cuda.stream import make_stream
@@ -35,9 +35,8 @@ def compile(
     Tensor cores multiply bf16, or float32 if `activations` is "f32". `threads` is unused.
     Raises MemoryLimitError if weights and KV do not fit.
     """
-    multiply_type = torch.float32 if activations == "f32" else torch.bfloat16
     try:
-        return CudaExecutable(program, weights, kv, multiply_type, make_stream())
+        return CudaExecutable(program, weights, kv, multiplied_type(activations), make_stream())
     except torch.OutOfMemoryError:
         pass  # raise after the handler, which still holds the tensors
 

@@ -4,6 +4,7 @@ import torch
 
 from headrace.backend.cuda.architecture import architecture
 from headrace.backend.cuda.interpreter import is_interpreting
+from headrace.config import Activations
 
 DEVICE = torch.device("cpu" if is_interpreting() else "cuda")
 
@@ -14,5 +15,13 @@ def multiprocessors() -> int:
 
 def instructions() -> str:
     """The GPU and the compiler of its kernels, on which the bits of results depend."""
-    name = "interpreter" if is_interpreting() else torch.cuda.get_device_name(DEVICE)
-    return f"{name}, torch {torch.__version__}"
+    return f"{device_name()}, torch {torch.__version__}"
+
+
+def device_name() -> str:
+    return "interpreter" if is_interpreting() else torch.cuda.get_device_name(DEVICE)
+
+
+def multiplied_type(activations: Activations) -> torch.dtype:
+    """Type of activations in products."""
+    return torch.float32 if activations == "f32" else torch.bfloat16

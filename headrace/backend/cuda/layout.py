@@ -53,6 +53,23 @@ class WeightLayout:
         return self.store in ("f32", "f16")
 
     @property
+    def name(self) -> str:
+        """All that kernels of a product depend on, as in a tile table: `int4 group 32 f16`."""
+        words: list[str] = [self.store]
+        if self.scale:
+            words += [f"group {self.group}", self.scale]
+        if self.zero_store:
+            words += [self.zero, self.zero_store]
+        if self.lookup:
+            is_e2m1 = self.lookup == CODEBOOKS["e2m1"]
+            words.append("e2m1" if is_e2m1 else "looked up")
+        if self.rows_in_int8:
+            words.append("rows in int8")
+        if self.outliers:
+            words.append("outliers")
+        return " ".join(words)
+
+    @property
     def planes(self) -> int:
         """Codes in a stored word, each of another part of the tile."""
         if self.store == "int4":

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.backend.cuda import packing, weights
-from headrace.backend.cuda.layout import SUPER_BLOCK, ScaleStore, WeightLayout, layout_of
+from headrace.backend.cuda import weights
+from headrace.backend.cuda.layout import WeightLayout, layout_of
 from headrace.backend.cuda.packing import PackedWeight
+from headrace.backend.cuda.random_weight import random_weight
 from headrace.checkpoint.key_biases import split_key_biases
 from headrace.model import tensor_shapes
 from headrace.model.spec import ExpertSpec, MlaSpec, ModelSpec, RopeSpec
@@ -182,34 +183,3 @@ def make_weights_in_place(device: torch.device) -> None:
     names: Any = weights
     names.pack = pack
     names.pack_vector = lambda tensor: torch.ones(tensor.cols, device=device)
-
-
-def random_weight(layout: WeightLayout, rows: int, cols: int, device: torch.device) -> PackedWeight:
-    """A matrix of a layout that keeps the norm of rows near 1."""
-    kind = packing.word_type(layout)
-    codes = torch.empty(rows, layout.row_bytes(cols) // kind.itemsize, dtype=kind, device=device)
-    if layout.scale is None:
-        codes.normal_(0, cols**-0.5)
-    else:
-        codes.view(torch.uint8).random_(0, 120 if layout.store in ("e4m3", "e5m2") else 256)
-    groups, largest = layout.num_groups(cols), {"int4": 8, "int8": 128}.get(layout.store, 448)
-
-    def table(number: ScaleStore | None, factor: float) -> torch.Tensor | None:
-        if number in ("steps", "eighths"):
-            units = (
-                factor / 32 * (0.5 + torch.rand(rows, -(-cols // SUPER_BLOCK), device=device))
-            ).to(torch.float16)
-            return packing.super_block_table(
-                units, torch.randint(16, 48, (rows, groups), dtype=torch.int8, device=device)
-            ).contiguous()
-        numbers = packing.empty_table(layout, number, rows, cols)
-        if numbers is not None:
-            numbers.copy_(factor * (0.5 + torch.rand(numbers.shape, device=device)))
-        return packing.as_words(numbers)
-
-    scale = cols**-0.5 / largest
-    zeros = table(layout.zero_store, scale if layout.zero == "minimum" else 1.0)
-    lookup = (
-        torch.tensor(layout.lookup, dtype=torch.float32, device=device) if layout.lookup else None
-    )
-    return PackedWeight(layout, rows, cols, codes, table(layout.scale, scale), zeros, lookup)

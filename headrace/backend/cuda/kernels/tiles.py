@@ -1,5 +1,7 @@
-"""Tiles of products, chosen for the GPU. They change speed, no bit."""
+"""Tiles of products: those of a tuned table, or chosen by rule. They change speed, no bit."""
 
+import logging
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -9,8 +11,16 @@ from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.launch import blocks, power_of_2
 from headrace.backend.cuda.layout import WeightLayout
 
+_log = logging.getLogger("headrace.loader")
+
+ROW_BUCKETS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
+"""Rows of activations for which tables have tiles. A tile serves all rows up to its bucket; the
+last tile also serves more.
+"""
 _MIN_BLOCK_N = 64
 """Rows of a weight that four warps multiply together."""
+_WARP_ROWS = 16
+"""Rows of a weight that a warp multiplies with one instruction."""
 _MAX_SPLITS = 8
 _OTHER_SHARED_BYTES = 4 << 10
 """Shared memory of a program for other things than tiles on their way."""
@@ -35,6 +45,45 @@ class Tile(NamedTuple):
             **{"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "UNROLL": self.unroll},
             **{"num_warps": self.num_warps, "num_stages": self.num_stages},
         }
+
+
+class Product(NamedTuple):
+    """A weight and the type of activations: with the rows of a step, all that tiles depend on."""
+
+    format: str  # `WeightLayout.name`
+    rows: int
+    cols: int
+    activations: str  # Type in memory, and the type that is multiplied
+
+
+TileTable = Mapping[tuple[Product, int], Tile]
+"""Tiles by product and bucket of rows."""
+
+_table: dict[tuple[Product, int], Tile] = {}
+
+
+def use_tiles(table: TileTable) -> None:
+    """Let later calls of `tile_for` take tiles from a table of this GPU."""
+    global _table
+    _table = dict(table)
+
+
+def bucket_of(num_rows: int) -> int:
+    return next((rows for rows in ROW_BUCKETS if num_rows <= rows), ROW_BUCKETS[-1])
+
+
+def product_of(
+    rows: int,
+    cols: int,
+    layout: WeightLayout,
+    activations: torch.dtype,
+    stored: torch.dtype | None = None,
+) -> Product:
+    """The key of a weight [rows, cols] in tables; see `tile_for`."""
+    multiplied, in_memory = (str(t).removeprefix("torch.") for t in (activations, stored))
+    is_converted = stored is not None and stored != activations
+    types = f"{in_memory} as {multiplied}" if is_converted else multiplied
+    return Product(layout.name, rows, cols, types)
 
 
 def splits_for(rows: int, cols: int, layout: WeightLayout, activations: torch.dtype) -> int:
@@ -68,10 +117,27 @@ def tile_for(
     splits: int,
     stored: torch.dtype | None = None,
 ) -> Tile:
-    """Choose a tile for a number of rows of activations, and a weight [rows, cols].
+    """The tuned tile of a weight [rows, cols] for a number of rows of activations, or the rule's.
 
     `stored` is the type that activations are loaded in, if they are multiplied in another.
     """
+    tuned = _tuned(num_rows, rows, cols, layout, activations, splits, stored)
+    return tuned or rule_tile(
+        num_rows, rows, cols, layout, activations, splits=splits, stored=stored
+    )
+
+
+def rule_tile(
+    num_rows: int,
+    rows: int,
+    cols: int,
+    layout: WeightLayout,
+    activations: torch.dtype,
+    *,
+    splits: int,
+    stored: torch.dtype | None = None,
+) -> Tile:
+    """Choose a tile by rule; see `tile_for`."""
     if is_interpreting():
         return Tile(
             block_m=power_of_2(min(num_rows, 64), 16),
@@ -82,16 +148,71 @@ def tile_for(
             num_stages=1,
         )
     gpu = architecture()
-    if activations == torch.float32 or layout.store == "f32":
-        tile = _wide(num_rows, rows, gpu)
-    else:
+    if is_on_tensor_cores(layout, activations):
         tile = _on_tensor_cores(num_rows, rows, cols, layout, splits, gpu)
+    else:
+        tile = _wide(num_rows, rows, gpu)
 
     # Two tiles of columns must fit, or loads would wait for products.
     most = gpu.shared_bytes - _OTHER_SHARED_BYTES
     while tile.block_m > 16 and 2 * stage_bytes(tile, layout, activations, stored) > most:
         tile = tile._replace(block_m=tile.block_m // 2)
     return fitted(tile, layout, activations, stored)
+
+
+def _tuned(
+    num_rows: int,
+    rows: int,
+    cols: int,
+    layout: WeightLayout,
+    activations: torch.dtype,
+    splits: int,
+    stored: torch.dtype | None,
+) -> Tile | None:
+    """The tile of the table, if it has one that the kernel can run."""
+    key = product_of(rows, cols, layout, activations, stored), bucket_of(num_rows)
+    tile = _table.get(key)
+    if tile is None:
+        return None
+    obstacle = obstacle_to(tile, layout, activations, splits, stored)
+    if not obstacle:
+        return tile
+    del _table[key]
+    _log.warning(
+        "the tuned tile of %s x %s in %s, up to %s rows, is not used: %s",
+        *(f"{rows:,}", f"{cols:,}", layout.name, f"{key[1]:,}", obstacle),
+    )
+    return None
+
+
+def obstacle_to(
+    tile: Tile,
+    layout: WeightLayout,
+    activations: torch.dtype,
+    splits: int,
+    stored: torch.dtype | None = None,
+) -> str:
+    """The reason why a tile cannot run, or would have other bits; or ""."""
+    if tile.block_m not in (16, 32, 64, 128, 256) or tile.block_n not in (32, 64, 128, 256):
+        return f"its sizes are {tile.block_m} x {tile.block_n}, not powers of two of 16 to 256"
+    if tile.num_stages not in range(1, 9) or tile.unroll not in range(1, 5):
+        return f"it has {tile.num_stages} stages and {tile.unroll} tiles a round, above 8 and 4"
+    if tile.is_parallel and splits == 1:
+        return "it needs ranges of columns, and the weight has one"
+    if is_on_tensor_cores(layout, activations):
+        # Four warps multiply 64 rows together: other shapes have other instructions and bits.
+        most_warps = tile.block_n // _WARP_ROWS
+        if tile.block_n % _MIN_BLOCK_N or tile.num_warps not in (4, 8, 16)[: most_warps // 4]:
+            return f"{tile.num_warps} warps cannot multiply {tile.block_n} rows of a weight"
+    elif tile.num_warps != 4:
+        return f"it has {tile.num_warps} warps, not 4"
+    needed = tile.num_stages * tile.unroll * stage_bytes(tile, layout, activations, stored)
+    most = architecture().shared_bytes - _OTHER_SHARED_BYTES
+    return f"it needs {needed:,} of {most:,} bytes of shared memory" if needed > most else ""
+
+
+def is_on_tensor_cores(layout: WeightLayout, activations: torch.dtype) -> bool:
+    return activations != torch.float32 and layout.store != "f32"
 
 
 def tile_of_one_matrix(
