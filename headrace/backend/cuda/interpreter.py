@@ -62,7 +62,7 @@ _TORCH = {
 _OPAQUE = (tl.bfloat16, tl.float8e4nv, tl.float8e5)
 
 
-def _floats(handle: Any) -> Any:
+def floats_of(handle: Any) -> Any:
     kind = handle.dtype.scalar
     if kind not in _OPAQUE:
         return handle.data
@@ -75,7 +75,7 @@ def _floats(handle: Any) -> Any:
 def _cast(self: Any, src: Any, dst_type: Any) -> Any:
     from triton.runtime.interpreter import TensorHandle, _get_np_dtype
 
-    kind, data = dst_type.scalar, _floats(src)
+    kind, data = dst_type.scalar, floats_of(src)
     if kind in _OPAQUE:
         numbers = torch.from_numpy(np.ascontiguousarray(data, np.float32))
         if kind == tl.float8e4nv:  # hardware saturates
@@ -101,7 +101,7 @@ def _dot(
 
     wide = np.float64 if d.dtype.scalar.is_floating() else np.int32
     with np.errstate(invalid="ignore", over="ignore"):
-        products = np.matmul(_floats(a).astype(wide), _floats(b).astype(wide))
+        products = np.matmul(floats_of(a).astype(wide), floats_of(b).astype(wide))
         return TensorHandle((products + d.data.astype(wide)).astype(d.data.dtype), d.dtype.scalar)
 
 

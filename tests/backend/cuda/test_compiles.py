@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.backend.cuda.examples import examples
+from tests.backend.cuda.tensor_cores import cores_of
 
 ROOT = Path(__file__).parents[3]
 STACKS = {"rope_angles_kernel": 64}
@@ -121,6 +122,26 @@ def test_columns_are_summed_alike_at_every_number_of_rows() -> None:
     assert not {weight: found for weight, found in orders.items() if len(found) > 1}
     on_hopper = {dot for (chip, *_), found in orders.items() if chip == "sm_90" for dot in found}
     assert on_hopper <= {"in order"}
+
+
+def test_products_have_the_instructions_that_tests_replay() -> None:
+    """Those that `test_tensor_cores.py` multiplies with, in their order of columns."""
+    wrong, seen = dict[str, str](), set[str]()
+    for kernel in kernels():
+        if kernel["kernel"] != "linear_kernel" or "error" in kernel or kernel["chip"] == "gfx942":
+            continue
+        is_float32 = "precision='ieee', decoder='plain'" in kernel["weight"] and (
+            "compute='f32'" in kernel["weight"]
+        )
+        cores = cores_of(kernel["chip"], "BF16" if "store='bf16'" in kernel["weight"] else "")
+        order = "in order" if cores.by == 1 else f"by {cores.by}"
+        for dot in kernel["dots"]:
+            name, kind, found = dot.split(" ", 2)
+            if kind != "i8" and not is_float32:
+                seen.add(kernel["chip"])
+                if (name, found) != (cores.dot, order):
+                    wrong[name_of(kernel)] = dot
+    assert seen and not wrong
 
 
 def spilt(kernel: Kernel) -> int:
