@@ -110,9 +110,11 @@ class RequestOutput:
     """Embedding of the prompt. None for a continuation, and after a timeout."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Update:
     """New tokens of one continuation of a request.
+
+    The engine makes one for each token, so it is not frozen: that would take a microsecond more.
 
     A beam search reports all its updates at its end, with the complete text of each
     beam.
@@ -124,8 +126,8 @@ class Update:
     """New text, which is final: the engine holds text back while it may become a stop string."""
     token_ids: list[int]
     logprobs: list[Logprobs]
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
     """Stop token id or stop string that ended the continuation."""
-    result: RequestOutput | None
+    result: RequestOutput | None = None
     """Complete result, in the last update of the request."""

@@ -21,15 +21,17 @@ class IndependentAcceptor:
         self._method = method
 
     def logit_ops(self, seqs: list[AnySequence]) -> list[LogitOp]:
+        method = self._method
+        # Arguments by name would take twice as long.
         return [
             SampleOp(
-                row=seq.first_sample_row,
-                position=seq.position,
-                sampler=seq.sampler,
-                draft=seq.draft,
-                num_logprobs=seq.num_logprobs,
-                method=self._method,
-                masks=seq.masks,
+                seq.first_sample_row,
+                seq.position,
+                seq.sampler,
+                seq.draft,
+                seq.num_logprobs,
+                method,
+                seq.masks,
             )
             for seq in seqs
         ]
@@ -51,4 +53,4 @@ class IndependentAcceptor:
 def _commit(source: int, result: LogitOpResult) -> Commit | None:
     if not isinstance(result, SampleResult):
         return None
-    return Commit(source, path=result.path, tokens=result.tokens, logprobs=result.logprobs)
+    return Commit(source, result.path, result.tokens, result.logprobs)

@@ -87,6 +87,8 @@ class Tokenizer:
             self._added = backend.get_added_tokens_decoder()
             backend.encode("", add_special_tokens=True)
         self._bytes: dict[int, bytes] = {}
+        self.whole_texts: dict[int, str] = {}
+        """Texts of tokens of whole characters, as detokenisers find them."""
         self.vocabulary = vocabulary
         self.bos_id = vocabulary.bos_id
         self.eos_id = vocabulary.eos_id
@@ -257,6 +259,7 @@ class Detokeniser:
         self._skipped = tokenizer.special_ids if skip_special else frozenset()
         self._strip_space = strip_space
         self._utf8 = _utf8_decoder()
+        self._is_inside_character = False
 
     def clone(self) -> "Detokeniser":
         clone = copy(self)
@@ -267,11 +270,23 @@ class Detokeniser:
     def push(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
+        if not (self._is_inside_character or self._strip_space):
+            text = self._tokenizer.whole_texts.get(token_id)
+            if text is not None:
+                return text
+        return self._decode(token_id)
+
+    def _decode(self, token_id: int) -> str:
         data = self._tokenizer.token_bytes(token_id)
+        is_whole = not (self._is_inside_character or self._strip_space)
         if self._strip_space and data:
             data = data.removeprefix(b" ")
             self._strip_space = False
-        return self._utf8.decode(data)
+        text = self._utf8.decode(data)
+        self._is_inside_character = bool(self._utf8.getstate()[0])
+        if is_whole and not self._is_inside_character:
+            self._tokenizer.whole_texts[token_id] = text
+        return text
 
     def flush(self) -> str:
         """U+FFFD for an incomplete character, otherwise empty."""

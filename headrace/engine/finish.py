@@ -13,12 +13,14 @@ def receive_tokens(seq: Sequence, commit: Commit, scheduler: Scheduler) -> int:
 
     An error of the tokenizer or the grammar fails the sequence; its siblings continue.
     """
-    request, output = seq.request, seq.output
-    if request.pooling and request.pooling.vector is not None and output.finish_reason is None:
-        output.finish("stop")
-        scheduler.drop(seq)
+    output = seq.output
+    if not commit.tokens:
+        pooling = seq.request.pooling
+        if pooling and pooling.vector is not None and output.finish_reason is None:
+            output.finish("stop")
+            scheduler.drop(seq)
         return 0
-    if not commit.tokens or output.finish_reason:  # its request may have failed
+    if output.finish_reason:  # its request may have failed
         return 0
 
     num_before = len(output.token_ids)
@@ -26,10 +28,10 @@ def receive_tokens(seq: Sequence, commit: Commit, scheduler: Scheduler) -> int:
     try:
         has_ended = seq.receive(commit)
     except Exception as error:
-        fail_sequences(request.seqs if request.acceptor.is_group else [seq], error, scheduler)
+        fail_sequences(seq.request.seqs if seq.is_beam else [seq], error, scheduler)
     if has_ended:
         scheduler.drop(seq)
-    return 0 if request.acceptor.is_group else len(output.token_ids) - num_before
+    return 0 if seq.is_beam else len(output.token_ids) - num_before
 
 
 def finish_request(request: Request, reason: FinishReason, scheduler: Scheduler) -> None:

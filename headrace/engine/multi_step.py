@@ -50,9 +50,11 @@ class MultiStep:
         """Reserve slots for several launches, and return the max number; 0 without plain
         decoding.
         """
-        if not self._is_on or not all(item.is_plain for item in scheduled):
+        if not self._is_on or not all([item.is_plain for item in scheduled]):
             return 0
         max_launches = self._launches_within(self._max_seconds)
+        if max_launches == 1:
+            return 1
         for item in scheduled:
             seq = item.seq
             # The first token of an output reaches the caller at once.
@@ -92,10 +94,11 @@ class MultiStep:
             ):
                 break
 
-        for item in scheduled:
-            item.num_launches = len(tickets)
-            item.seq.computed += len(tickets) - 1
-            item.seq.num_pending += len(tickets) - 1
+        if len(tickets) > 1:
+            for item in scheduled:
+                item.num_launches = len(tickets)
+                item.seq.computed += len(tickets) - 1
+                item.seq.num_pending += len(tickets) - 1
         return tickets
 
     def record(self, step: InFlightStep) -> None:

@@ -66,6 +66,7 @@ class Output:
         self._max_tokens = max_tokens
         self._decoder = tokenizer.decoder(params.skip_special_tokens, continues=True)
         self._finder = StopFinder(patterns)
+        self._has_stops = self._finder.has_patterns
         self._answer: AnswerFinder | None = None
         """Set if stop strings hold only in the answer."""
         if params.stop and params.stop_after:
@@ -114,9 +115,12 @@ class Output:
 
         if self.constraint is not None:
             self.constraint.push(token)
-        if stop := self._append_token(token, can_stop):
+        if not self._has_stops:
+            self._new += self._decoder.push(token)
+        elif stop := self._append_token(token, can_stop):
             self.finish_reason, self.stop_reason = "stop", stop
-        elif self.constraint is not None and self.constraint.must_end:
+            return
+        if self.constraint is not None and self.constraint.must_end:
             self.finish("stop")
         elif len(self.token_ids) == self._max_tokens:
             self.finish("length")
@@ -148,14 +152,18 @@ class Output:
         return self.finish_reason is not None and not self._end_taken
 
     def take(self) -> tuple[str, list[int], list[Logprobs]]:
-        num_held = 0 if self.finish_reason else self._finder.num_held
-        end = len(self._new) - num_held
-        text, self._new = self._new[:end], self._new[end:]
+        text, self._new = self._new, ""
+        if self._has_stops and not self.finish_reason:
+            end = len(text) - self._finder.num_held
+            text, self._new = text[:end], text[end:]
         self._taken.append(text)
 
         first, self._num_taken = self._num_taken, len(self.token_ids)
         self._end_taken = self.finish_reason is not None
-        return text, self.token_ids[first:], self.logprobs[max(0, first - self._num_resumed) :]
+        logprobs = []
+        if self.logprobs:
+            logprobs = self.logprobs[max(0, first - self._num_resumed) :]
+        return text, self.token_ids[first:], logprobs
 
     def completion(self, index: int) -> CompletionOutput:
         return CompletionOutput(

@@ -33,14 +33,18 @@ def prepare_logit_ops(step: InFlightStep, scheduler: Scheduler) -> None:
             continue
 
         item.source = source
-        _add_prompt_ops(step, item)
+        if seq.request.reads_prompt_rows:
+            _add_prompt_ops(step, item)
         seq.computed += item.num_scheduled
         item.end = seq.computed
 
         siblings = scheduler.fork(seq)[1:] if forks else []
         step.seqs += siblings
         if item.can_sample:
-            group = step.groups.setdefault(seq.request.acceptor, [])
+            acceptor = seq.request.acceptor
+            if acceptor not in step.groups:
+                step.groups[acceptor] = []
+            group = step.groups[acceptor]
             group.append(item)
             group += [replace(item, seq=sibling) for sibling in siblings]
 
@@ -76,6 +80,8 @@ def resolve_step(
 
     # Sequences that did not sample: their prompts were scored, pooled or just computed.
     for source, item in enumerate(step.scheduled):
+        if item.can_sample and not item.scored:
+            continue
         if item.seq.output.finish_reason:  # it ended before the step, or while it was in flight
             continue
         if error := _resolve_prompt(item, results[0], tokenizer):
@@ -86,10 +92,12 @@ def resolve_step(
     # Sequences that sampled, by acceptor.
     op = len(step.logit_ops) - sum(map(len, step.groups.values()))
     for acceptor, group in step.groups.items():
-        group_results = [
-            _concatenate([result.values[i] for result in results])
-            for i in range(op, op + len(group))
-        ]
+        group_results = results[0].values[op : op + len(group)]
+        if len(results) > 1:
+            group_results = [
+                _concatenate([result.values[i] for result in results])
+                for i in range(op, op + len(group))
+            ]
         op += len(group)
         for item in group:
             item.seq.num_pending -= len(results)
@@ -142,8 +150,6 @@ def _concatenate(results: list[LogitOpResult]) -> LogitOpResult:
     """Join the results of several launches, up to non-finite logits; None if the first are not
     finite.
     """
-    if len(results) == 1:
-        return results[0]
     tokens: list[int] = []
     logprobs: list[TokenLogprobs] = []
     for result in results:

@@ -50,7 +50,8 @@ class ScheduledSequence:
 
     @property
     def position(self) -> int:
-        return self.seq.length
+        seq = self.seq
+        return len(seq.known) + seq.num_pending
 
     @property
     def sampler(self) -> SamplerState:
@@ -63,7 +64,7 @@ class ScheduledSequence:
     @property
     def masks(self) -> Masks | None:
         """Allowed tokens of each row to sample from, [1 + nodes, words]; None: all."""
-        constraint = self.seq.constraint
+        constraint = self.seq.output.constraint
         return None if constraint is None else constraint.masks(self.draft)
 
     @property
@@ -72,18 +73,20 @@ class ScheduledSequence:
 
     @property
     def forks(self) -> bool:
-        return bool(self.seq.siblings) and self.num_scheduled == self.seq.num_until_sample
+        seq = self.seq
+        return bool(seq.siblings) and self.num_scheduled == seq.num_until_sample
 
     @property
     def is_plain(self) -> bool:
         """Whether the sequence has one row, and the next launch needs no host work."""
+        seq = self.seq
         return (
             self.num_scheduled == 1
             and self.can_sample
             and not self.draft_budget
-            and not self.seq.may_fork
-            and not self.seq.has_changing_mask
-            and self.seq.output.finish_reason is None
+            and not seq.may_fork
+            and not seq.has_changing_mask
+            and seq.output.finish_reason is None
         )
 
     @property

@@ -4,7 +4,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from itertools import groupby, islice
+from itertools import islice
 from math import ceil, inf
 from operator import attrgetter
 
@@ -31,8 +31,6 @@ in this many.
 """
 
 _RANK = attrgetter("rank")
-_GROUP = attrgetter("group")
-_NUM_UNCOMPUTED = attrgetter("num_uncomputed")
 
 
 class Scheduler(SequenceQueues):
@@ -63,7 +61,7 @@ class Scheduler(SequenceQueues):
         """
         if self.suspects or len(self.running) > self._config.max_seqs or self._needs_idle_victims:
             return False
-        if any(seq.request.acceptor.is_group or seq.has_changing_mask for seq in self.running):
+        if any([seq.is_beam or seq.has_changing_mask for seq in self.running]):
             return False
         # With windows, a chunk takes the blocks that the chunk in flight will have released.
         if self._kv.has_windows and any(seq.num_uncomputed > 1 for seq in self.running):
@@ -72,8 +70,10 @@ class Scheduler(SequenceQueues):
 
     def schedule(self) -> SchedulerOutput:
         self._num_steps += 1
+        block_size = self._kv.block_size
         for seq in self.running:
-            self._cache_full_blocks(seq)
+            if seq.node is not None and (seq.node.depth + 1) * block_size <= seq.settled:
+                self._cache_full_blocks(seq)
 
         # Forks of the last step may be more than a step or the KV cache can hold.
         while len(self.running) > self._config.max_seqs:
@@ -153,12 +153,18 @@ class Scheduler(SequenceQueues):
         group.
         """
         config, num_stages = self._config, self._config.pipeline_parallel_size
-        runnable = [seq for seq in self.running if self._is_runnable(seq, only)]
-        groups = [dict.fromkeys(group, 0) for _, group in groupby(runnable, _GROUP)]
+        groups: list[dict[Sequence, int]] = []
         decoding: list[dict[Sequence, int]] = []
         prefilling: list[dict[Sequence, int]] = []
+        for seq in self.running:
+            if not self._is_runnable(seq, only):
+                continue
+            if seq.is_beam and groups and next(iter(groups[-1])).group is seq.group:
+                groups[-1][seq] = 0
+            else:
+                groups.append({seq: 0})
         for group in groups:
-            is_prefilling = max(map(_NUM_UNCOMPUTED, group)) > 1
+            is_prefilling = max([seq.num_uncomputed for seq in group]) > 1
             (prefilling if is_prefilling else decoding).append(group)
 
         # Keep one row free for the first group while it is still in its prompt. In a pipeline, each
@@ -167,7 +173,8 @@ class Scheduler(SequenceQueues):
         rows_left = config.max_rows
         for group in decoding[: ceil(len(self.running) / num_stages)]:
             if len(group) <= rows_left - num_reserved:
-                group.update(dict.fromkeys(group, 1))
+                for seq in group:
+                    group[seq] = 1
                 rows_left -= len(group)
 
         budget = RowBudget(
@@ -202,26 +209,29 @@ class Scheduler(SequenceQueues):
 
     def _is_runnable(self, seq: Sequence, only: Request | None) -> bool:
         """Whether a token to compute is available: in a pipeline only after the last stage."""
-        in_pipeline = self._config.pipeline_parallel_size > 1 and seq.num_pending > 0
-        return not seq.at_limit and not in_pipeline and only in (None, seq.request)
+        if only is not None and seq.request is not only:
+            return False
+        if not seq.num_pending:
+            return seq.num_uncomputed > 0
+        return self._config.pipeline_parallel_size == 1 and seq.length < seq.request.limit
 
     def _schedule_group(self, output: SchedulerOutput, rows: dict[Sequence, int]) -> None:
         """Allocate the slots of a group, and preempt other sequences, or the group itself."""
+        scheduled: list[ScheduledSequence] = []
         copies: list[Copy] = []
-        rows = {seq: num_rows for seq, num_rows in rows.items() if num_rows}
         for seq, num_rows in rows.items():
-            while (new_copies := self._kv.allocate(seq.tables, seq.computed, num_rows)) is None:
-                victim = self._choose_victim(seq)
-                self._preempt(victim)
-                if victim.group is seq.group:
-                    return
-            copies += new_copies
-
-        for seq, num_rows in rows.items():
+            if not num_rows:
+                continue
+            if num_rows > 1 or not self._kv.has_slot(seq.tables, seq.computed):
+                while (new_copies := self._kv.allocate(seq.tables, seq.computed, num_rows)) is None:
+                    victim = self._choose_victim(seq)
+                    self._preempt(victim)
+                    if victim.group is seq.group:
+                        return
+                copies += new_copies
             can_sample = num_rows == seq.num_uncomputed and not seq.request.pooling
-            output.scheduled.append(
-                ScheduledSequence(seq=seq, num_scheduled=num_rows, can_sample=can_sample)
-            )
+            scheduled.append(ScheduledSequence(seq, num_rows, can_sample))
+        output.scheduled.extend(scheduled)
         output.copies.extend(copies)
 
     # Preemption

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 
 from headrace.acceptors import Acceptor
 from headrace.batch import Commit
@@ -75,6 +74,11 @@ class Request:
     errors: dict[int, Exception] = field(default_factory=dict)
     """By index of the sequence that failed."""
     drafts: dict[str, DraftStats] = field(default_factory=dict)
+    reads_prompt_rows: bool = field(init=False)
+    """Whether rows of the prompt are scored or pooled."""
+
+    def __post_init__(self) -> None:
+        self.reads_prompt_rows = self.pooling is not None or self.params.prompt_logprobs is not None
 
     @property
     def scope(self) -> Scope:
@@ -82,7 +86,7 @@ class Request:
 
     @property
     def ended(self) -> bool:
-        return all(seq.output.finish_reason for seq in self.seqs)
+        return None not in [seq.output.finish_reason for seq in self.seqs]
 
     @property
     def error(self) -> Exception | None:
@@ -95,11 +99,8 @@ class Request:
 
     @property
     def outputs(self) -> list[Output]:
-        return self.acceptor.outputs([seq.output for seq in self.seqs])
-
-    @property
-    def reads_prompt_rows(self) -> bool:
-        return self.pooling is not None or self.params.prompt_logprobs is not None
+        outputs = [seq.output for seq in self.seqs]
+        return self.acceptor.outputs(outputs) if self.acceptor.is_group else outputs
 
     @property
     def scorer(self) -> "Sequence | None":
@@ -116,19 +117,11 @@ class Request:
         for index, output in enumerate(self.outputs):
             if output.has_new:
                 text, token_ids, logprobs = output.take()
-                update = Update(
-                    request_id=self.id,
-                    index=index,
-                    text=text,
-                    token_ids=token_ids,
-                    logprobs=logprobs,
-                    finish_reason=output.finish_reason,
-                    stop_reason=output.stop_reason,
-                    result=None,
-                )
+                update = Update(self.id, index, text, token_ids, logprobs)
+                update.finish_reason, update.stop_reason = output.finish_reason, output.stop_reason
                 updates.append(update)
-        if updates and self.ended:
-            updates[-1] = replace(updates[-1], result=self.result())
+        if updates and updates[-1].finish_reason and self.ended:
+            updates[-1].result = self.result()
         return updates[-1:] if self.only_result else updates
 
     def result(self) -> RequestOutput:
@@ -179,6 +172,17 @@ class Sequence:
     num_in_flight: int = 0
     last_op: int = -1
     """Index of the last launch's op that samples the last pending token."""
+    is_beam: bool = field(init=False)
+    """Whether it samples in the same steps as the other beams of its request."""
+    num_logprobs: int = field(init=False)
+    """Number of top log-probabilities; -1: not even the token's own."""
+
+    def __post_init__(self) -> None:
+        params = self.request.params
+        self.is_beam = params.beam_width is not None
+        self.num_logprobs = -1 if params.logprobs is None else params.logprobs
+        if params.logprob_token_ids:
+            self.num_logprobs = ALL_LOGPROBS  # of which the output keeps the named tokens
 
     @property
     def rank(self) -> tuple[int, int, int]:
@@ -200,7 +204,8 @@ class Sequence:
     @property
     def has_changing_mask(self) -> bool:
         """Whether the mask of the token after the next depends on the next token."""
-        return self.constraint is not None and self.constraint.changes
+        constraint = self.output.constraint
+        return constraint is not None and constraint.changes
 
     @property
     def prompt_len(self) -> int:
@@ -216,12 +221,6 @@ class Sequence:
         return len(self.known) + self.num_pending - self.computed
 
     @property
-    def at_limit(self) -> bool:
-        return (
-            self.num_pending > 0 and self.length >= self.request.limit
-        ) or not self.num_uncomputed
-
-    @property
     def num_until_sample(self) -> int:
         """Uncomputed tokens until the sequence forks or samples."""
         return (self.fork_at if self.siblings else self.length) - self.computed
@@ -229,17 +228,17 @@ class Sequence:
     @property
     def width(self) -> int:
         """Number of sequences after the next fork."""
-        starts_search = self.request.acceptor.is_group and len(self.known) == self.fork_at
+        starts_search = self.is_beam and len(self.known) == self.fork_at
         return self.request.width if starts_search else 1 + len(self.siblings)
 
     @property
     def may_fork(self) -> bool:
-        return bool(self.siblings) or self.request.acceptor.is_group
+        return self.is_beam or bool(self.siblings)
 
     @property
     def group(self) -> object:
         """An object that sequences share if they must sample in the same step."""
-        return self.request if self.request.acceptor.is_group else self
+        return self.request if self.is_beam else self
 
     def fork(self, tables: Tables) -> "Sequence":
         return replace(
@@ -267,19 +266,12 @@ class Sequence:
         read = self.prompt_rows(self.num_uncomputed) or self.pooled_rows(self.num_uncomputed)
         return read.start if read else self.computed + self.num_until_sample - 1
 
-    @property
-    def num_logprobs(self) -> int:
-        """Number of top log-probabilities; -1: not even the token's own."""
-        params = self.request.params
-        if params.logprob_token_ids:
-            return ALL_LOGPROBS  # of which the output keeps the named tokens
-        return -1 if params.logprobs is None else params.logprobs
-
     def receive(self, commit: Commit) -> bool:
         """Append new tokens until the output ends; returns whether it ended."""
         self.request.timer.token()
-        for token, logprobs in zip(commit.tokens, commit.logprobs or repeat(None), strict=False):
-            self.output.push(token, logprobs)
-            if self.output.finish_reason:
+        output = self.output
+        for i, token in enumerate(commit.tokens):
+            output.push(token, commit.logprobs[i] if commit.logprobs else None)
+            if output.finish_reason:
                 return True
         return False

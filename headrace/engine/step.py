@@ -105,7 +105,7 @@ class StepLoop:
         self.num_steps += len(step.tickets)
         self.num_rows += len(step.tickets) * step.num_rows
         self.num_drafted += sum(
-            len(item.draft.tokens) for item in step.scheduled if not item.forced
+            [len(item.draft.tokens) for item in step.scheduled if not item.forced]
         )
 
     def finish(self, updates: list[Update]) -> InFlightStep:
@@ -126,7 +126,9 @@ class StepLoop:
         ]
 
         # Commit the KV: keep the accepted tokens, free the rejected drafts.
-        moves = [move for item, commit in commits for move in self._commit(item, commit)]
+        moves: list[Copy] = []
+        for item, commit in commits:
+            moves += self._commit(item, commit)
         move_slots(self.executable, moves)
 
         # Observe: proposers and the controller learn from the step.
@@ -143,7 +145,7 @@ class StepLoop:
         # Append the tokens to the outputs, and collect the new text.
         for item, commit in commits:
             self.num_tokens += receive_tokens(item.seq, commit, self.scheduler)
-        for request in dict.fromkeys(item.seq.request for item in step.scheduled):
+        for request in dict.fromkeys([item.seq.request for item in step.scheduled]):
             updates += request.new_updates()
         return step
 

@@ -120,6 +120,7 @@ class StopFinder:
         self._matched = [0] * len(self._patterns)
         self._length = 0  # of the text with its hidden pieces
         self._hidden: list[tuple[int, int]] = []  # start and end of hidden pieces
+        self.has_patterns = bool(self._patterns)
         self.sees_hidden = any(pattern.sees_hidden for pattern in self._patterns)
 
     def clone(self) -> "StopFinder":

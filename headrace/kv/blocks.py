@@ -86,7 +86,8 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._references = [0] * num_blocks
+        self.references = [0] * num_blocks
+        """Tables that hold each block."""
         self._num_references = 0
 
         # Cached blocks become evictable when they are free; the value is called on eviction.
@@ -133,14 +134,14 @@ class BlockPool:
         Blocks of `freed` count as in none.
         """
         return sum(
-            block != NULL_BLOCK and self._references[block] > 0 and block not in freed
+            block != NULL_BLOCK and self.references[block] > 0 and block not in freed
             for block in blocks
         )
 
     def freed_blocks(self, tables: Iterable[Table]) -> Collection[int]:
         """Return the blocks that would be available without these tables."""
         held = Counter(block for table in tables for block in table.held)
-        return {block for block, count in held.items() if count == self._references[block]}
+        return {block for block, count in held.items() if count == self.references[block]}
 
     # Tables
 
@@ -158,14 +159,14 @@ class BlockPool:
         """Plan `num_slots` slots from token `computed` on; None without enough blocks."""
         # The usual case: one slot in a block that this sequence already has for itself.
         index = computed // self.block_size
-        if num_slots == 1 and index < len(table) and self._references[table[index]] == 1:
+        if num_slots == 1 and index < len(table) and self.references[table[index]] == 1:
             return NO_CHANGE
 
         num_blocks = self._table_length(computed, num_slots)
         shared = [
             i
             for i in range(computed // self.block_size, min(num_blocks, len(table)))
-            if self._references[table[i]] > 1
+            if self.references[table[i]] > 1
         ]
         num_new = max(0, num_blocks - len(table))
         if not num_new and not shared:
@@ -219,7 +220,7 @@ class BlockPool:
 
     def fork(self, table: Table) -> Table:
         for block in table.held:
-            self._references[block] += 1
+            self.references[block] += 1
         self._num_references += table.num_held
         return Table(table, table.num_released, table.num_sink_blocks)
 
@@ -267,7 +268,7 @@ class BlockPool:
             )
             for block in blocks:
                 held[block] += 1
-        assert held == self._references and sum(held) == self._num_references
+        assert held == self.references and sum(held) == self._num_references
         assert self.num_free == held.count(0)
         assert self._evictable.keys() == {block for block in self._cached if not held[block]}
         assert self._num_empty == sum(self._empty_in_run)
@@ -296,7 +297,7 @@ class BlockPool:
         else:
             first = next(iter(self._partly_empty_runs)) * _RUN
             block = next(block for block in range(first, first + _RUN) if self._is_empty(block))
-        self._references[block] = 1
+        self.references[block] = 1
         self._num_references += 1
         self._count_empty(block // _RUN, -1)
         return block
@@ -310,18 +311,18 @@ class BlockPool:
             self._count_empty(block // _RUN, 1)
 
     def _is_empty(self, block: int) -> bool:
-        return not self._references[block] and block not in self._evictable
+        return not self.references[block] and block not in self._evictable
 
     def _touch(self, block: int) -> None:
-        self._references[block] += 1
+        self.references[block] += 1
         self._num_references += 1
         self._evictable.pop(block, None)
 
     def _release(self, block: int) -> None:
-        assert self._references[block] > 0, f"block {block} is already free"
-        self._references[block] -= 1
+        assert self.references[block] > 0, f"block {block} is already free"
+        self.references[block] -= 1
         self._num_references -= 1
-        if self._references[block]:
+        if self.references[block]:
             return
         if block in self._cached:
             self._evictable[block] = None

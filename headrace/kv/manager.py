@@ -70,11 +70,21 @@ class KvManager:
                 return None
             if plan is not NO_CHANGE:
                 plans.append((group, plan))
+        if not plans:
+            return []
         return [
             Copy(group, source, target)
             for group, plan in plans
             for source, target in self.pools[group].apply(tables[group], plan)
         ]
+
+    def has_slot(self, tables: Tables, computed: int) -> bool:
+        """Whether token `computed` has a slot in blocks that no other sequence holds."""
+        index = computed // self.block_size
+        for pool, table in zip(self.pools, tables, strict=True):
+            if index >= len(table) or pool.references[table[index]] != 1:
+                return False
+        return True
 
     def advance(self, tables: Tables, computed: int, num_known: int) -> None:
         """Release the blocks that no row from token `computed` on sees, for new tokens."""

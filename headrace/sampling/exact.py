@@ -23,4 +23,5 @@ def verify_exact(
 def _result(
     tokens: list[int], path: list[int], logprobs: list[tuple[float, int, list[int], list[float]]]
 ) -> SampleResult:
-    return SampleResult(tokens, path, [TokenLogprobs(*fields) for fields in logprobs])
+    described = [TokenLogprobs(*fields) for fields in logprobs] if logprobs else []
+    return SampleResult(tokens, path, described)

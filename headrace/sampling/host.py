@@ -49,15 +49,15 @@ def run_logit_ops(
     """
     # No module holds a pool: the interpreter would count it as a leak at its end.
     pool = pool or _native.Pool(1)
+    methods: list[Callable[..., Sequence[LogitOpResult]]] = [
+        VERIFIERS[op.method] if isinstance(op, SampleOp) else _METHODS[type(op)] for op in ops
+    ]
+    if len(set(methods)) == 1:
+        return list(methods[0](ops, pooled if methods[0] is _pool else logits, pool))
+
     indices_by_method: dict[Callable[..., Sequence[LogitOpResult]], list[int]] = {}
-    for i, op in enumerate(ops):
-        method = VERIFIERS[op.method] if isinstance(op, SampleOp) else _METHODS[type(op)]
+    for i, method in enumerate(methods):
         indices_by_method.setdefault(method, []).append(i)
-
-    if len(indices_by_method) == 1:
-        method = next(iter(indices_by_method))
-        return list(method(ops, pooled if method is _pool else logits, pool))
-
     results: list[LogitOpResult] = [None] * len(ops)
     for method, indices in indices_by_method.items():
         rows = pooled if method is _pool else logits

@@ -13,7 +13,6 @@ def test_tokens_of_several_launches_are_joined() -> None:
     first, second = (
         SampleResult([token], [], [TokenLogprobs(-1.0 * token, 1, [], [])]) for token in (4, 5)
     )
-    assert _concatenate([first]) is first
     assert _concatenate([first, second]) == SampleResult(
         [4, 5], [], first.logprobs + second.logprobs
     )
