@@ -127,8 +127,8 @@ def absent_tools(
     compilers = (_COMPILER, "clang") if chosen is None else (chosen,)
     has_compiler = any(which(compiler, path=path) for compiler in compilers)
     has_headers = Path(include, _HEADER).exists()
-    missing = _COMPILER if chosen is None else f"the compiler '{chosen}' of CC"
-    return (() if has_compiler else (missing,)) + (() if has_headers else (_HEADER,))
+    absent = _COMPILER if chosen is None else f"the compiler '{chosen}' of CC"
+    return (() if has_compiler else (absent,)) + (() if has_headers else (_HEADER,))
 
 
 def interprets(environment: "os._Environ[str] | dict[str, str]" = os.environ) -> bool:

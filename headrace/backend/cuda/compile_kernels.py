@@ -1,16 +1,20 @@
-"""Kernels of many launches, compiled on all cores before the first of them runs."""
+"""Kernels of many launches, compiled on all cores before the first of them runs; and the
+progress bar of such work.
+"""
 
 import logging
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any
+from typing import Any, TypeVar
 
 import triton
 
 from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.launch import Launch
-from headrace.backend.cuda.progress import with_progress
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger("headrace.loader")
 
@@ -45,3 +49,14 @@ def _make_launcher(kernel: Any) -> None:
     """Let gcc compile the kernel's launcher into Triton's cache, if Triton needs one."""
     if compiled := kernel.result(ignore_errors=True):
         triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
+
+
+def with_progress(items: Iterable[_T], total: int, description: str) -> Iterator[_T]:
+    """Yield the items, with a progress bar on a terminal."""
+    if not sys.stderr.isatty():
+        yield from items
+        return
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(items, description, total, console=Console(stderr=True), transient=True)

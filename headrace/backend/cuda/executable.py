@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from headrace.backend import HostBlocks, host_block_counts
 from headrace.backend.cuda.adapters import Adapters
-from headrace.backend.cuda.compile_kernels import compile_kernels
+from headrace.backend.cuda.compile_kernels import compile_kernels, with_progress
 from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.expert_loads import ExpertLoads
 from headrace.backend.cuda.host_blocks import CudaHostBlocks
@@ -24,7 +24,6 @@ from headrace.backend.cuda.launch import Launch
 from headrace.backend.cuda.lowering import Lowering
 from headrace.backend.cuda.memory import device_errors
 from headrace.backend.cuda.plain_samples import PlainStep
-from headrace.backend.cuda.progress import with_progress
 from headrace.backend.cuda.sampling import DeviceSampler, SampleStep
 from headrace.backend.cuda.sampling_layout import SampleLayout, common_layouts
 from headrace.backend.cuda.step_input import StepInput, max_ints

@@ -21,8 +21,7 @@ from headrace.backend.cuda.kernels.sample_filter import LISTED, sample_filter
 from headrace.backend.cuda.kernels.sample_verify import sample_verify
 from headrace.backend.cuda.launch import Launch, blocks, power_of_2
 from headrace.backend.cuda.plain_samples import PlainSamples, PlainStep
-from headrace.backend.cuda.sampled import PendingOp, results_of
-from headrace.backend.cuda.sampling_layout import SampleLayout
+from headrace.backend.cuda.sampling_layout import PendingOp, SampleLayout, results_of
 from headrace.backend.cuda.sampling_options import DeviceSamplers
 from headrace.batch import NO_DRAFT, DraftTree, Ints
 from headrace.constraint import mask_words
@@ -141,9 +140,9 @@ class SampleStep:
         self._is_noisy |= sampler.is_noisy
         self._is_filtered |= sampler.is_filtered
 
-    def _describe(self, row: int, draw: int, token: int, num_logprobs: int) -> None:
+    def _describe(self, row: int, sample: int, token: int, num_logprobs: int) -> None:
         top = min(num_logprobs, self._samplers.state.shape[1])
-        self._described.append((row, draw, token, top))
+        self._described.append((row, sample, token, top))
         self._top = max(self._top, top)
 
     def _layout(self) -> SampleLayout:
@@ -173,7 +172,7 @@ class SampleStep:
             ops[: len(self._op_rows)] = self._op_rows
         samples[size:] = 0
         samples[size:, _FIRST_OF_STEP] = -1
-        ops[len(self._op_rows) :, table.FIRST_DRAW.value] = -1
+        ops[len(self._op_rows) :, table.FIRST_SAMPLE.value] = -1
         if self._entries:
             np.concatenate(self._entries, out=entries[: self._num_entries])
         if self._described:
@@ -332,7 +331,7 @@ class DeviceSampler:
         )
 
         if layout.is_filtered:
-            launches += sample_filter(
+            filtering = sample_filter(
                 logits,
                 adjusted,
                 samples,
@@ -344,6 +343,7 @@ class DeviceSampler:
                 self._chunk,
                 self._listed,
             )
+            launches.append(filtering)
         return launches
 
     def _chunks(self, rows: int, device: Any) -> Any:
@@ -352,12 +352,10 @@ class DeviceSampler:
         return tuple(torch.empty(shape, dtype=kind, device=device) for kind in kinds)
 
     def _lists(self, rows: int, device: Any) -> Any:
-        kinds = torch.float32, torch.int32
-        logits, ids = (
-            torch.empty((rows, self._listed), dtype=kind, device=device) for kind in kinds
+        return tuple(
+            torch.empty((rows, self._listed), dtype=kind, device=device)
+            for kind in (torch.float32, torch.int32)
         )
-        floors, sizes = (torch.empty(rows, dtype=kind, device=device) for kind in kinds)
-        return logits, ids, sizes, floors
 
     def _adjusted_rows(self, rows: int) -> torch.Tensor:
         if len(self._adjusted) < rows:

@@ -7,8 +7,8 @@ import triton.language as tl
 
 from headrace.backend.cuda.kernels.sample_table import (
     DESCRIBED_COLUMNS,
-    DESCRIBED_DRAW,
     DESCRIBED_ROW,
+    DESCRIBED_SAMPLE,
     DESCRIBED_TOKEN,
     DESCRIBED_TOP,
     NO_TOKEN,
@@ -50,34 +50,26 @@ def logprobs(
 @triton.jit
 def _token_of(item, tokens):
     """The token to describe, clipped to the vocabulary."""
-    draw = tl.load(item + DESCRIBED_DRAW)
+    sample = tl.load(item + DESCRIBED_SAMPLE)
     token = tl.load(item + DESCRIBED_TOKEN)
-    if draw >= 0:
-        token = tl.load(tokens + draw)
+    if sample >= 0:
+        token = tl.load(tokens + sample)
     return tl.maximum(token, 0)
 
 
 @triton.jit
 def logprobs_chunk_kernel(
-    logits,
-    stride,
-    described,
-    tokens,
-    chunk_tops,
-    chunk_top_ids,
-    chunk_masses,
-    chunk_counts,
-    vocab,
-    num_chunks,
+    logits, stride, described, tokens, chunk_tops, chunk_top_ids, chunk_masses, chunk_counts,
+    vocab, num_chunks,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Describe one chunk of one row; its top is NaN if a logit is."""
     i = tl.program_id(0)
     chunk = tl.program_id(1)
     item = described + i * DESCRIBED_COLUMNS
-    number = tl.load(item + DESCRIBED_ROW)
-    if number >= 0:
-        row = logits + number.to(tl.int64) * stride
+    row_index = tl.load(item + DESCRIBED_ROW)
+    if row_index >= 0:
+        row = logits + row_index.to(tl.int64) * stride
         token = _token_of(item, tokens)
         own = tl.load(row + token)
         ids = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -103,30 +95,16 @@ def _below(x, top, log_mass):
 
 @triton.jit
 def logprobs_row_kernel(
-    logits,
-    stride,
-    described,
-    tokens,
-    chunk_tops,
-    chunk_top_ids,
-    chunk_masses,
-    chunk_counts,
-    vocab,
-    num_chunks,
-    ranks,
-    own_logprobs,
-    top_ids,
-    top_logprobs,
-    top_stride,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
+    logits, stride, described, tokens, chunk_tops, chunk_top_ids, chunk_masses, chunk_counts,
+    vocab, num_chunks, ranks, own_logprobs, top_ids, top_logprobs, top_stride,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
     """Describe one row from its chunks; each next best token is the best of their tops."""
     i = tl.program_id(0)
     item = described + i * DESCRIBED_COLUMNS
-    number = tl.load(item + DESCRIBED_ROW)
-    if number >= 0:
-        row = logits + number.to(tl.int64) * stride
+    row_index = tl.load(item + DESCRIBED_ROW)
+    if row_index >= 0:
+        row = logits + row_index.to(tl.int64) * stride
         lanes = tl.arange(0, CHUNKS)
         at = i * num_chunks + lanes
         given = lanes < num_chunks

@@ -144,11 +144,9 @@ def lora_up_kernel(
     tile = tl.program_id(0)
     if tile >= tl.load(num_tiles):
         return
-    number = tl.load(tile_adapters + tile).to(tl.int64)
-    adapter = tl.maximum(number, 0)
-    rank = tl.multiple_of(
-        tl.where(number < 0, 0, tl.load(table + 4 * adapter + 2)).to(tl.int32), 16
-    )
+    slot = tl.load(tile_adapters + tile).to(tl.int64)
+    adapter = tl.maximum(slot, 0)
+    rank = tl.multiple_of(tl.where(slot < 0, 0, tl.load(table + 4 * adapter + 2)).to(tl.int32), 16)
     scale = tl.load(table + 4 * adapter + 3).to(tl.float64, bitcast=True).to(tl.float32)
     up = _matrix(table, adapter, 1)
     place = tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]

@@ -44,7 +44,7 @@ def sample_adjust(
     `state` [slots, vocab] has the counts for penalties, `masks` [masks, words] bits, `entries`
     [entries, 4] all other adjustments.
     """
-    draws, vocab = len(adjusted), logits.shape[1]
+    samples, vocab = len(adjusted), logits.shape[1]
     args = (
         logits,
         logits.stride(0),
@@ -60,7 +60,7 @@ def sample_adjust(
     launches = [
         Launch(
             sample_adjust_kernel,
-            (draws, blocks(vocab, block)),
+            (samples, blocks(vocab, block)),
             (*args, vocab),
             {"BLOCK": block, "num_warps": 8},
         )
@@ -70,7 +70,7 @@ def sample_adjust(
         launches.append(
             Launch(
                 sample_adjust_entries_kernel,
-                (draws,),
+                (samples,),
                 (*args, *given),
                 {"BLOCK": entry_block, "num_warps": 4},
             )
@@ -80,19 +80,10 @@ def sample_adjust(
 
 @triton.jit
 def sample_adjust_kernel(
-    logits,
-    stride,
-    table,
-    floats,
-    state,
-    state_stride,
-    masks,
-    mask_words,
-    adjusted,
-    adjusted_stride,
-    vocab,
+    logits, stride, table, floats, state, state_stride, masks, mask_words, adjusted,
+    adjusted_stride, vocab,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Adjust one block of one sample by penalties and mask."""
     d = tl.program_id(0)
     fields = table + d * COLUMNS
@@ -108,28 +99,17 @@ def sample_adjust_kernel(
             x = _penalise(x, count, floats + d * COLUMNS)
         mask_row = tl.load(fields + MASK)
         if mask_row >= 0:
-            x = tl.where(
-                _may(masks + mask_row.to(tl.int64) * mask_words, ids, inside), x, float("-inf")
-            )
+            allowed = _is_allowed(masks + mask_row.to(tl.int64) * mask_words, ids, inside)
+            x = tl.where(allowed, x, float("-inf"))
         tl.store(adjusted + d.to(tl.int64) * adjusted_stride + ids, x, mask=inside)
 
 
 @triton.jit
 def sample_adjust_entries_kernel(
-    logits,
-    stride,
-    table,
-    floats,
-    state,
-    state_stride,
-    masks,
-    mask_words,
-    adjusted,
-    adjusted_stride,
-    entries,
-    entry_floats,
+    logits, stride, table, floats, state, state_stride, masks, mask_words, adjusted,
+    adjusted_stride, entries, entry_floats,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Adjust the tokens of one sample that have an entry; they start again from their logits."""
     d = tl.program_id(0)
     fields = table + d * COLUMNS
@@ -140,9 +120,9 @@ def sample_adjust_entries_kernel(
         slot = tl.load(fields + STATE)
         mask_row = tl.load(fields + MASK)
         for begin in range(0, num_entries, BLOCK):
-            numbers = begin + tl.arange(0, BLOCK)
-            inside = numbers < num_entries
-            at = (first + numbers) * ENTRY_COLUMNS
+            entry = begin + tl.arange(0, BLOCK)
+            inside = entry < num_entries
+            at = (first + entry) * ENTRY_COLUMNS
             ids = tl.load(entries + at + ENTRY_TOKEN, mask=inside, other=0)
             x = tl.load(logits + row * stride + ids, mask=inside, other=0.0)
             x += tl.load(entry_floats + at + ENTRY_BIAS, mask=inside, other=0.0)
@@ -152,18 +132,16 @@ def sample_adjust_entries_kernel(
                 )
                 count += ONCE * tl.load(entries + at + ENTRY_COUNT, mask=inside, other=0)
                 x = _penalise(x, count, floats + d * COLUMNS)
-            x = tl.where(
-                tl.load(entries + at + ENTRY_BAN, mask=inside, other=0) != 0, float("-inf"), x
-            )
+            is_banned = tl.load(entries + at + ENTRY_BAN, mask=inside, other=0) != 0
+            x = tl.where(is_banned, float("-inf"), x)
             if mask_row >= 0:
-                x = tl.where(
-                    _may(masks + mask_row.to(tl.int64) * mask_words, ids, inside), x, float("-inf")
-                )
+                allowed = _is_allowed(masks + mask_row.to(tl.int64) * mask_words, ids, inside)
+                x = tl.where(allowed, x, float("-inf"))
             tl.store(adjusted + d.to(tl.int64) * adjusted_stride + ids, x, mask=inside)
 
 
 @triton.jit
-def _may(mask, ids, inside):
+def _is_allowed(mask, ids, inside):
     """Whether a mask allows these tokens."""
     words = tl.load(mask + ids // 32, mask=inside, other=0)
     return ((words >> (ids % 32)) & 1) != 0
@@ -176,5 +154,5 @@ def _penalise(x, count, floats):
     seen = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
     x = tl.where(count != 0, seen, x)
     in_output = count // ONCE
-    less = tl.load(floats + FREQUENCY) * in_output.to(tl.float32) + tl.load(floats + PRESENCE)
-    return tl.where(in_output != 0, x - less, x)
+    penalty = tl.load(floats + FREQUENCY) * in_output.to(tl.float32) + tl.load(floats + PRESENCE)
+    return tl.where(in_output != 0, x - penalty, x)

@@ -31,18 +31,21 @@ def sample_chunks(
     token of the noisiest one. `tops` [samples] gets the maximum logit of the row, read from
     `adjusted` [samples, vocab] or `logits` [rows, vocab].
     """
-    draws, vocab = len(tokens), logits.shape[1]
+    samples, vocab = len(tokens), logits.shape[1]
     num_chunks = blocks(vocab, chunk)
     rows = (logits, logits.stride(0), adjusted, adjusted.stride(0), table, doubles)
     constants = {"BLOCK": chunk, "NOISY": noisy, "num_warps": 8 if chunk >= 2048 else 4}
     merging = {"BLOCK": power_of_2(num_chunks), "NOISY": noisy, "num_warps": 1}
     return [
         Launch(
-            sample_chunk_kernel, (draws, num_chunks), (*rows, *chunks, vocab, num_chunks), constants
+            sample_chunk_kernel,
+            (samples, num_chunks),
+            (*rows, *chunks, vocab, num_chunks),
+            constants,
         ),
         Launch(
             sample_merge_kernel,
-            (draws,),
+            (samples,),
             (table, doubles, *chunks, tops, tokens, num_chunks),
             merging,
         ),
@@ -51,21 +54,10 @@ def sample_chunks(
 
 @triton.jit
 def sample_chunk_kernel(
-    logits,
-    stride,
-    adjusted,
-    adjusted_stride,
-    table,
-    doubles,
-    chunk_tops,
-    chunk_top_ids,
-    chunk_noisy,
-    chunk_noisy_ids,
-    vocab,
-    num_chunks,
-    BLOCK: tl.constexpr,
-    NOISY: tl.constexpr,
-):
+    logits, stride, adjusted, adjusted_stride, table, doubles, chunk_tops, chunk_top_ids,
+    chunk_noisy, chunk_noisy_ids, vocab, num_chunks,
+    BLOCK: tl.constexpr, NOISY: tl.constexpr,
+):  # fmt: skip
     """Reduce one chunk of one sample; its top is NaN if a logit is."""
     d = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -98,18 +90,10 @@ def sample_chunk_kernel(
 
 @triton.jit
 def sample_merge_kernel(
-    table,
-    doubles,
-    chunk_tops,
-    chunk_top_ids,
-    chunk_noisy,
-    chunk_noisy_ids,
-    tops,
-    tokens,
+    table, doubles, chunk_tops, chunk_top_ids, chunk_noisy, chunk_noisy_ids, tops, tokens,
     num_chunks,
-    BLOCK: tl.constexpr,
-    NOISY: tl.constexpr,
-):
+    BLOCK: tl.constexpr, NOISY: tl.constexpr,
+):  # fmt: skip
     """Reduce one sample from its chunks."""
     d = tl.program_id(0)
     fields = table + d * COLUMNS

@@ -31,7 +31,7 @@ from headrace.backend.cuda.kernels.sample_table import (
     TOP_P,
     logits_of,
 )
-from headrace.backend.cuda.launch import Launch, blocks, power_of_2
+from headrace.backend.cuda.launch import Launch, power_of_2
 
 LISTED = 4096
 """Most tokens that are listed; where there are more, the row itself is read."""
@@ -43,116 +43,41 @@ def sample_filter(
     table: Any,
     doubles: Any,
     chunk_tops: Any,
-    lists: tuple[Any, Any, Any, Any],
+    lists: tuple[Any, Any],
     tops: Any,
     tokens: Any,
     chunk: int,
     block: int = LISTED,
-) -> list[Launch]:
+) -> Launch:
     """Replace the tokens [samples] of samples with filters, by `tops` of the row and of each
     chunk.
 
-    `lists` is memory for the logits and ids of listed tokens [samples, listed], their number
-    [samples] and their floor.
+    `lists` is memory for the logits and ids of listed tokens [samples, listed].
     """
-    draws, vocab = len(tokens), logits.shape[1]
-    num_chunks = blocks(vocab, chunk)
-    rows = (logits, logits.stride(0), adjusted, adjusted.stride(0), table, doubles)
-    listed = lists[0].shape[1]
-    warps = 16 if block >= LISTED else 4
-    listing = {
-        "BLOCK": chunk,
-        "CHUNKS": power_of_2(num_chunks),
-        "num_warps": 8 if chunk >= 2048 else 4,
-    }
-    return [
-        Launch(
-            sample_list_kernel,
-            (draws,),
-            (*rows, chunk_tops, *lists, tops, tokens, vocab, num_chunks, listed),
-            listing,
+    vocab, num_chunks = logits.shape[1], chunk_tops.shape[1]
+    return Launch(
+        sample_filter_kernel,
+        (len(tokens),),
+        (
+            *(logits, logits.stride(0), adjusted, adjusted.stride(0), table, doubles),
+            *(chunk_tops, *lists, tops, tokens, vocab, num_chunks, lists[0].shape[1]),
         ),
-        Launch(
-            sample_filter_kernel,
-            (draws,),
-            (*rows, *lists, tops, tokens, vocab, listed),
-            {"BLOCK": block, "num_warps": warps},
-        ),
-    ]
-
-
-@triton.jit
-def sample_list_kernel(
-    logits,
-    stride,
-    adjusted,
-    adjusted_stride,
-    table,
-    doubles,
-    chunk_tops,
-    list_logits,
-    list_ids,
-    list_sizes,
-    floors,
-    tops,
-    tokens,
-    vocab,
-    num_chunks,
-    listed,
-    BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
-    """List the tokens of one sample that may be kept, by ascending id."""
-    d = tl.program_id(0)
-    fields = table + d * COLUMNS
-    if (tl.load(fields + IS_FILTERED) != 0) & (tl.load(tokens + d) >= 0):
-        row = logits_of(logits, stride, adjusted, adjusted_stride, fields, d)
-        depth = tl.load(doubles + d * (COLUMNS // 2) + MIN_P_DEPTH)
-        floor = (tl.load(tops + d).to(tl.float64) + depth).to(tl.float32)
-        k = tl.load(fields + TOP_K)
-        chunks = tl.arange(0, CHUNKS)
-        its_tops = tl.load(
-            chunk_tops + d * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf")
-        )
-        if (k > 0) & (k <= num_chunks):
-            floor = tl.maximum(floor, _kth(its_tops, k))
-        size = listed + 1 + 0 * k
-        if floor > float("-inf"):
-            size = 0 * k
-            chunk = tl.min(tl.where(its_tops >= floor, chunks, CHUNKS), 0)
-            while chunk < CHUNKS:
-                ids = chunk * BLOCK + tl.arange(0, BLOCK)
-                x = tl.load(row + ids, mask=ids < vocab, other=float("-inf"))
-                may = (x >= floor).to(tl.int32)
-                at = size + tl.cumsum(may, 0) - 1
-                fits = (may != 0) & (at < listed)
-                tl.store(list_logits + d * listed + at, x, mask=fits)
-                tl.store(list_ids + d * listed + at, ids, mask=fits)
-                size += tl.sum(may, 0)
-                chunk = tl.min(tl.where((its_tops >= floor) & (chunks > chunk), chunks, CHUNKS), 0)
-        tl.store(list_sizes + d, size)
-        tl.store(floors + d, floor)
+        {
+            **{"BLOCK": block, "CHUNK": chunk, "CHUNKS": power_of_2(num_chunks)},
+            "num_warps": 16 if block >= LISTED else 4,
+        },
+    )
 
 
 @triton.jit
 def sample_filter_kernel(
-    logits,
-    stride,
-    adjusted,
-    adjusted_stride,
-    table,
-    doubles,
-    list_logits,
-    list_ids,
-    list_sizes,
-    floors,
-    tops,
-    tokens,
-    vocab,
-    listed,
-    BLOCK: tl.constexpr,
-):
-    """Filter one sample."""
+    logits, stride, adjusted, adjusted_stride, table, doubles, chunk_tops, list_logits, list_ids,
+    tops, tokens, vocab, num_chunks, listed,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Filter one sample: list the tokens above a floor, then search the list, or the row if
+    there is none.
+    """
     d = tl.program_id(0)
     fields = table + d * COLUMNS
     numbers = doubles + d * (COLUMNS // 2)
@@ -160,19 +85,34 @@ def sample_filter_kernel(
     if (tl.load(fields + IS_FILTERED) != 0) & (token >= 0):
         row = logits_of(logits, stride, adjusted, adjusted_stride, fields, d)
         token_x = tl.load(row + token)
-        size = tl.load(list_sizes + d)
-        is_listed = size <= listed
-        names = list_ids + d * listed
-        if is_listed:
-            row = list_logits + d * listed
-        else:
-            size = vocab + 0 * size
         top = tl.load(tops + d)
-        floor = tl.load(floors + d)
-        last = NO_TOKEN + 0 * token
         k = tl.load(fields + TOP_K)
+        floor = (top.to(tl.float64) + tl.load(numbers + MIN_P_DEPTH)).to(tl.float32)
+        chunks = tl.arange(0, CHUNKS)
+        in_row = chunks < num_chunks
+        chunk_top = tl.load(chunk_tops + d * num_chunks + chunks, mask=in_row, other=float("-inf"))
+        if (k > 0) & (k <= num_chunks):
+            ordered = tl.sort(chunk_top, descending=True)
+            floor = tl.maximum(floor, tl.sum(tl.where(chunks == k - 1, ordered, 0.0), 0))
+
+        size = vocab + 0 * k
+        ids_of_list = list_ids + d * listed
+        is_listed = floor > float("-inf")
+        if is_listed:
+            logits_of_list = list_logits + d * listed
+            num_listed = _list(
+                row, chunk_top >= floor, floor, logits_of_list, ids_of_list, vocab, listed,
+                CHUNK, CHUNKS,
+            )  # fmt: skip
+            is_listed = num_listed <= listed
+            if is_listed:
+                row = logits_of_list
+                size = num_listed
+            tl.debug_barrier()  # other threads read the list
+
+        last = NO_TOKEN + 0 * token
         if k > 0:
-            floor, last = _worst_of_best(row, names, is_listed, size, floor, k, BLOCK)
+            floor, last = _worst_of_best(row, ids_of_list, is_listed, size, floor, k, BLOCK)
         share = tl.load(numbers + TOP_P)
         is_kept = _is_kept(token_x, token, floor, last)
         bound_x = floor
@@ -181,18 +121,44 @@ def sample_filter_kernel(
         while is_going:
             if is_kept == 0:
                 token_x, token = _noisiest_of(
-                    row, names, is_listed, size, bound_x, bound, top, numbers, fields, BLOCK
+                    row, ids_of_list, is_listed, size, bound_x, bound, top, numbers, fields, BLOCK
                 )
             is_going = share < 1
             if is_going:
                 total, better = _masses(
-                    row, names, is_listed, size, floor, last, token_x, token, top, numbers, BLOCK
-                )
+                    row, ids_of_list, is_listed, size, floor, last, token_x, token, top, numbers,
+                    BLOCK,
+                )  # fmt: skip
                 is_kept = better < share * total
                 bound_x = token_x
                 bound = token - 1
                 is_going = is_kept == 0
         tl.store(tokens + d, token)
+
+
+@triton.jit
+def _list(
+    row, is_high, floor, list_logits, list_ids, vocab, listed,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """List the tokens of some chunks that reach the floor, by ascending id; return their number.
+
+    Only the first `listed` are written.
+    """
+    chunks = tl.arange(0, CHUNKS)
+    size = tl.zeros((), tl.int32)
+    chunk = tl.min(tl.where(is_high, chunks, CHUNKS), 0)
+    while chunk < CHUNKS:
+        ids = chunk * CHUNK + tl.arange(0, CHUNK)
+        x = tl.load(row + ids, mask=ids < vocab, other=float("-inf"))
+        reaches = (x >= floor).to(tl.int32)
+        at = size + tl.cumsum(reaches, 0) - 1
+        fits = (reaches != 0) & (at < listed)
+        tl.store(list_logits + at, x, mask=fits)
+        tl.store(list_ids + at, ids, mask=fits)
+        size += tl.sum(reaches, 0)
+        chunk = tl.min(tl.where(is_high & (chunks > chunk), chunks, CHUNKS), 0)
+    return size
 
 
 @triton.jit
@@ -204,19 +170,19 @@ def _is_kept(x, ids, floor, last):
 
 
 @triton.jit
-def _load(row, names, is_listed, first, size, BLOCK: tl.constexpr):
+def _load(row, list_ids, is_listed, first, size, BLOCK: tl.constexpr):
     """Load logits and ids of a block; -inf and NO_TOKEN after the end."""
     at = first + tl.arange(0, BLOCK)
     x = tl.load(row + at, mask=at < size, other=float("-inf"))
     ids = tl.where(at < size, at, NO_TOKEN)
     if is_listed:
-        ids = tl.load(names + at, mask=at < size, other=NO_TOKEN)
+        ids = tl.load(list_ids + at, mask=at < size, other=NO_TOKEN)
     return x, ids
 
 
 @triton.jit
 def _masses(
-    row, names, is_listed, size, floor, last, token_x, token, top, numbers, BLOCK: tl.constexpr
+    row, list_ids, is_listed, size, floor, last, token_x, token, top, numbers, BLOCK: tl.constexpr
 ):
     """Mass of the kept tokens, and of the tokens better than a token.
 
@@ -226,7 +192,7 @@ def _masses(
     total = tl.zeros((BLOCK,), tl.float64)
     better = tl.zeros((BLOCK,), tl.float64)
     for first in range(0, size, BLOCK):
-        x, ids = _load(row, names, is_listed, first, size, BLOCK)
+        x, ids = _load(row, list_ids, is_listed, first, size, BLOCK)
         weights = tl.where(_is_kept(x, ids, floor, last), tl.exp((x - top) * factor), 0.0).to(
             tl.float64
         )
@@ -237,7 +203,7 @@ def _masses(
 
 @triton.jit
 def _noisiest_of(
-    row, names, is_listed, size, floor, last, top, numbers, fields, BLOCK: tl.constexpr
+    row, list_ids, is_listed, size, floor, last, top, numbers, fields, BLOCK: tl.constexpr
 ):
     """Logit and id of the noisiest token among the best tokens, down to one."""
     temperature = tl.load(numbers + TEMPERATURE)
@@ -245,7 +211,7 @@ def _noisiest_of(
     best_x = top
     token = NO_TOKEN + 0 * last
     for first in range(0, size, BLOCK):
-        x, ids = _load(row, names, is_listed, first, size, BLOCK)
+        x, ids = _load(row, list_ids, is_listed, first, size, BLOCK)
         x = tl.where(_is_kept(x, ids, floor, last), x, float("-inf"))
         tile_top = tl.max(x, 0)
         if (tile_top.to(tl.float64) - top.to(tl.float64)) / temperature + MAX_GUMBEL > best:
@@ -274,20 +240,7 @@ def _logit(key):
 
 
 @triton.jit
-def _kth(x, k):
-    """The k-th highest logit, found bit by bit of its key."""
-    keys = _keys(x)
-    key = tl.zeros((), tl.uint32)
-    bit = key + 0x80000000
-    while bit != 0:
-        count = tl.sum((keys >= (key | bit)).to(tl.int32), 0)
-        key = tl.where(count >= k, key | bit, key)
-        bit = bit >> 1
-    return _logit(key)
-
-
-@triton.jit
-def _worst_of_best(row, names, is_listed, size, floor, k, BLOCK: tl.constexpr):
+def _worst_of_best(row, list_ids, is_listed, size, floor, k, BLOCK: tl.constexpr):
     """Logit and id of the k-th best token, or of the last one not below `floor`."""
     prefix = tl.zeros((), tl.uint32)
     left = k
@@ -296,7 +249,7 @@ def _worst_of_best(row, names, is_listed, size, floor, k, BLOCK: tl.constexpr):
         shift = 24 - 8 * step
         counts = tl.zeros((256,), tl.int32)
         for first in range(0, size, BLOCK):
-            x, ids = _load(row, names, is_listed, first, size, BLOCK)
+            x, ids = _load(row, list_ids, is_listed, first, size, BLOCK)
             keys = _keys(x)
             inside = (ids < NO_TOKEN) & (x >= floor) & ((keys >> shift >> 8) == prefix)
             counts += tl.histogram(((keys >> shift) & 255).to(tl.int32), 256, mask=inside)
@@ -308,9 +261,9 @@ def _worst_of_best(row, names, is_listed, size, floor, k, BLOCK: tl.constexpr):
     last = NO_TOKEN + 0 * k
     seen = 0 * k
     for first in range(0, size, BLOCK):
-        x, ids = _load(row, names, is_listed, first, size, BLOCK)
+        x, ids = _load(row, list_ids, is_listed, first, size, BLOCK)
         is_equal = (ids < NO_TOKEN) & (_keys(x) == prefix)
-        number = seen + tl.cumsum(is_equal.to(tl.int32), 0)
-        last = tl.minimum(last, tl.min(tl.where(is_equal & (number == left), ids, NO_TOKEN), 0))
+        rank = seen + tl.cumsum(is_equal.to(tl.int32), 0)
+        last = tl.minimum(last, tl.min(tl.where(is_equal & (rank == left), ids, NO_TOKEN), 0))
         seen += tl.sum(is_equal.to(tl.int32), 0)
     return _logit(prefix), last

@@ -15,11 +15,7 @@ COLUMNS = tl.constexpr(32)
 
 # In units of 8 bytes.
 TEMPERATURE = tl.constexpr(0)
-MIN_P_DEPTH = tl.constexpr(
-    1
-    # temperature * log(min_p), -inf where there is none: how far below the top the last kept logit
-    # is
-)
+MIN_P_DEPTH = tl.constexpr(1)  # of the last kept logit below the top: temperature * log(min_p)
 TOP_P = tl.constexpr(2)
 
 # In units of 4 bytes.
@@ -32,41 +28,38 @@ SEQ_INDEX = tl.constexpr(11)
 TOP_K = tl.constexpr(12)  # 0: all
 IS_NOISY = tl.constexpr(13)
 IS_FILTERED = tl.constexpr(14)
-ROW = tl.constexpr(15)  # of the logits; -1 in a row of padding
+ROW = tl.constexpr(15)  # of the logits; -1: padding
 POSITION = tl.constexpr(16)
-PARENT = tl.constexpr(
-    17
-)  # of the draft node that the row is of, -2 in the row of the last known token
+PARENT = tl.constexpr(17)  # of the row's draft node; -2: the row of the last known token
 DRAFT_TOKEN = tl.constexpr(18)  # of that node
-STATE = tl.constexpr(19)  # row of the state of the penalties; -1: there are none
-MASK = tl.constexpr(20)  # row of the masks; -1: all tokens may be drawn
+STATE = tl.constexpr(19)  # row of the state of penalties; -1: no penalties
+MASK = tl.constexpr(20)  # row of the masks; -1: all tokens are allowed
 FIRST_ENTRY = tl.constexpr(21)
 NUM_ENTRIES = tl.constexpr(22)
 IS_ADJUSTED = tl.constexpr(23)
 
-# Of an op.
+# An op.
 OP_COLUMNS = tl.constexpr(4)
-FIRST_DRAW = tl.constexpr(0)  # -1 in a row of padding
-NUM_DRAWS = tl.constexpr(1)  # 1 + draft nodes
+FIRST_SAMPLE = tl.constexpr(0)  # -1: padding
+NUM_SAMPLES = tl.constexpr(1)  # 1 + draft nodes
 OP_STATE = tl.constexpr(2)
-OP_INDEX = tl.constexpr(3)  # in the list of the launch
+OP_INDEX = tl.constexpr(3)  # in the launch
 
-# Of a token with a logit that is adjusted beyond what the state of the penalties says.
+# A token whose logit is adjusted by more than the state of penalties.
 ENTRY_COLUMNS = tl.constexpr(4)
 ENTRY_TOKEN = tl.constexpr(0)
 ENTRY_BIAS = tl.constexpr(1)
-ENTRY_COUNT = tl.constexpr(2)  # how often it is on the way to a draft node
+ENTRY_COUNT = tl.constexpr(2)  # of the token on the path to a draft node
 ENTRY_BAN = tl.constexpr(3)
 
-# Of a row to describe.
+# A row to describe.
 DESCRIBED_COLUMNS = tl.constexpr(4)
-DESCRIBED_ROW = tl.constexpr(0)  # of the logits; -1 in a row of padding
-DESCRIBED_DRAW = tl.constexpr(1)  # the draw that gives the token; -1: it is known
+DESCRIBED_ROW = tl.constexpr(0)  # of the logits; -1: padding
+DESCRIBED_SAMPLE = tl.constexpr(1)  # the sample that has the token; -1: DESCRIBED_TOKEN
 DESCRIBED_TOKEN = tl.constexpr(2)
-DESCRIBED_TOP = tl.constexpr(3)  # likeliest tokens that are wanted
+DESCRIBED_TOP = tl.constexpr(3)  # number of likeliest tokens
 
-# What a token in the output adds to its count in the state of the penalties; the lowest bit is for
-# tokens of the prompt.
+# Added to the state of penalties for a token of the output. The lowest bit is for the prompt.
 ONCE = tl.constexpr(2)
 
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)

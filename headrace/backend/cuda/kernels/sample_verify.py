@@ -8,8 +8,8 @@ import triton.language as tl
 from headrace.backend.cuda.kernels.sample_table import (
     COLUMNS,
     DRAFT_TOKEN,
-    FIRST_DRAW,
-    NUM_DRAWS,
+    FIRST_SAMPLE,
+    NUM_SAMPLES,
     ONCE,
     OP_COLUMNS,
     OP_INDEX,
@@ -40,29 +40,21 @@ def sample_verify(
 
 @triton.jit
 def sample_verify_kernel(
-    table,
-    op_table,
-    tokens,
-    state,
-    state_stride,
-    last_tokens,
-    out_tokens,
-    out_path,
-    out_counts,
+    table, op_table, tokens, state, state_stride, last_tokens, out_tokens, out_path, out_counts,
     NODES: tl.constexpr,
-):
+):  # fmt: skip
     """Verify one op."""
     op = op_table + tl.program_id(0) * OP_COLUMNS
-    first = tl.load(op + FIRST_DRAW)
+    first = tl.load(op + FIRST_SAMPLE)
     if first >= 0:
         rows = tl.arange(0, NODES)
-        inside = rows < tl.load(op + NUM_DRAWS)
-        drawn = tl.load(tokens + first + rows, mask=inside, other=-1)
+        inside = rows < tl.load(op + NUM_SAMPLES)
+        sampled = tl.load(tokens + first + rows, mask=inside, other=-1)
         parents = tl.load(table + (first + rows) * COLUMNS + PARENT, mask=inside, other=-2)
         drafted = tl.load(table + (first + rows) * COLUMNS + DRAFT_TOKEN, mask=inside, other=-1)
         row = 0 * first  # 1 + node
         depth = 0 * first
-        token = tl.sum(tl.where(rows == 0, drawn, 0), 0)
+        token = tl.sum(tl.where(rows == 0, sampled, 0), 0)
         path_tokens = tl.where(rows == 0, token, -1)
         path = rows * 0
         is_going = (NODES > 1) & (token >= 0)
@@ -75,7 +67,7 @@ def sample_verify_kernel(
                 path = tl.where(rows == depth, child - 1, path)
                 depth += 1
                 row = child
-                token = tl.sum(tl.where(rows == child, drawn, 0), 0)
+                token = tl.sum(tl.where(rows == child, sampled, 0), 0)
                 path_tokens = tl.where(rows == depth, token, path_tokens)
         is_finite = token >= 0
         tl.store(out_counts + tl.program_id(0), tl.where(is_finite, depth + 1, 0))
