@@ -5,8 +5,10 @@
     python benchmarks/cuda/paper.py --out FILE   compares with a result file and adds to it
 
 Kernels are compiled, and their bytes, rounds and instructions counted. A launch takes a fixed time,
-and the longest of three: its bytes from memory, its bytes from the L2 cache, and the instructions
-of its loop with its products on tensor cores. Loads that no instruction overlaps come on top.
+and the longest of three: its bytes from memory, its bytes from the L2 cache, and the rounds of its
+loop. A round of the programs that share a multiprocessor takes their instructions, and then the
+longest of their products on tensor cores, their bytes through shared memory, and the latency of one
+round. Work of attention begins with three loads, one after the other.
 """
 
 import argparse
@@ -22,7 +24,7 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "0"
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from costs import Context, arguments, label, launch_bytes
+from costs import Context, arguments, label, launch_bytes, nbytes
 
 from headrace.backend.cuda import CudaExecutable
 from headrace.backend.cuda.architecture import H100
@@ -38,7 +40,11 @@ CACHED = 7.3e12
 """Bytes per second from the L2 cache: measured (`checks.py --parts premises`)."""
 MULTIPLIED = 800e12
 """Operations per second in bf16: measured, with cuBLAS at 2,048 rows (790 to 814)."""
-CLOCK = 1.755e9
+_PER_CLOCK = 132 * 4096  # operations on tensor cores (NVIDIA's white paper)
+CLOCK = 989.4e12 / _PER_CLOCK
+"""Clocks per second in decoding, those of the data sheet: 1.83 GHz."""
+LOADED_CLOCK = MULTIPLIED / _PER_CLOCK
+"""Clocks per second while tensor cores are full and power limits them, if cuBLAS fills them."""
 LAUNCH = 1.3e-6
 """Seconds of a kernel that does next to nothing, in a graph: measured (gather_rows)."""
 RAMP = 2.1e-6
@@ -49,10 +55,19 @@ LATENCY = 0.8e-6
 """Seconds of a load from memory."""
 RANGES = 1.5e-6
 """Seconds in which the last program adds the sums of ranges of columns, from the cache."""
-WAIT = 2.0
-"""Clocks that a warp waits for its last instruction when its turn comes, fitted: with w warps on a
-scheduler, w + 2 clocks pass between two instructions of a warp.
+ISSUED = 0.725
+"""Instructions per clock that a scheduler sustains. It is measured with `ROUND` by two int4
+products of 8B: a round of the output product takes 1,235 clocks for 543 instructions of one warp,
+and a round of the logits 4,384 for 2,825 of five warps.
 """
+ROUND = 486
+"""Clocks of a round that nothing overlaps: waits for loads, barriers and the last product."""
+ATTENTION_ROUND = 692
+"""The same for a tile of keys, whose products wait for each other: measured at 512 tokens."""
+SHARED = 128
+"""Bytes per clock from and to shared memory of a multiprocessor (NVIDIA's programming guide)."""
+ITEM_LOADS = 3
+"""Loads that an item of attention takes one after the other: itself, its table entry, its keys."""
 
 
 @dataclass
@@ -88,66 +103,104 @@ class Model:
         """What a launch takes in a step with a context before each of its rows."""
         moved, constants = launch_bytes(launch, context), launch.constants
         if launch.name == "linear_kernel":
-            rounds, loads, products = _linear_rounds(launch)
-            programs = prod(launch.grid)
+            loop = _linear_loop(launch)
         elif launch.name == "attention_kernel":
-            rounds, programs = _attention_rounds(launch, context, rows)
-            tile = constants["ROWS"] * constants["KEYS"]
-            products = 2 * tile * (constants["KEY_COLS"] + constants["VALUE_COLS"])
-            loads = 0
+            if rows > 1 and constants["ROWS"] == 16:  # for decoding rows alone
+                return Cost(1, 0, 0, 0, LAUNCH, "launch")
+            loop = _attention_loop(launch, context, rows)
         else:
-            chain = LATENCY if launch.name in ("norm_kernel", "attention_merge_kernel") else 0.0
-            return Cost(1, moved, 0, 0, LAUNCH + chain + moved / COPIED, "launch")
+            has_index = launch.name in ("norm_kernel", "attention_merge_kernel", "kv_write_kernel")
+            took = LAUNCH + LATENCY * has_index + moved / COPIED
+            return Cost(1, moved, 0, 0, took, "launch")
         kernel = self.kernel(launch)
-        together = compiling.resident(kernel, H100, programs)
-        # Of the busiest multiprocessor: groups of programs that run together, and the rest.
-        groups, rest = divmod(ceil(programs / H100.multiprocessors), together)
-        each = kernel["loop"]["instructions"] / CLOCK
-        issue = each * sum(
-            count * (number * kernel["warps"] / 4 + WAIT)
-            for count, number in ((groups, together), (rest > 0, rest))
-        )
-        most = groups * together + rest
-        multiplied = most * products * H100.multiprocessors / MULTIPLIED
-        cache = loads * rounds * programs
+        groups = groups_of(kernel, loop.programs)
+        chain = RANGES * bool(constants.get("PARALLEL"))
+        chain += ITEM_LOADS * LATENCY * loop.items * len(groups)
+        cache = loop.loads * loop.rounds * loop.programs
         times = {
             "memory": moved / COPIED,
             "cache": (moved + cache) / CACHED,
-            "instructions": rounds * (issue + multiplied),
+            "rounds": loop.rounds * sum(_seconds_of_round(kernel, loop, n) for n in groups),
         }
         bound = max(times, key=lambda name: times[name])
-        took = LAUNCH + RAMP + times[bound] + RANGES * bool(constants.get("PARALLEL"))
-        if launch.name == "attention_kernel" and not kernel["prefetched"]:
-            took += (groups + (rest > 0)) * rounds * LATENCY + moved / COPIED
-            bound = "latency"
-        slots = int(rounds * programs * kernel["loop"]["instructions"] * kernel["warps"])
+        took = LAUNCH + RAMP + chain + times[bound]
+        slots = int(loop.rounds * loop.programs * kernel["loop"]["instructions"] * kernel["warps"])
         return Cost(1, moved, int(cache), slots, took, bound)
 
 
-def _linear_rounds(launch: Launch) -> tuple[float, int, int]:
-    """Rounds of a program, bytes of activations in each, and operations on tensor cores."""
+@dataclass
+class Loop:
+    """The rounds of a kernel's loop, and what each takes."""
+
+    programs: int
+    rounds: float  # of a program
+    products: int  # operations on tensor cores
+    shared: int  # bytes to and from shared memory
+    latency: int  # clocks
+    clock: float
+    loads: int = 0  # bytes of activations
+    items: float = 0  # work of attention that a program takes, one after the other
+    is_decoded: bool = True  # whether products wait for other instructions of the round
+
+
+def groups_of(kernel: dict[str, Any], programs: int) -> list[int]:
+    """Programs of the busiest multiprocessor: those that run together, group after group."""
+    together = compiling.resident(kernel, H100, programs)
+    full, rest = divmod(ceil(programs / H100.multiprocessors), together)
+    return [together] * full + [rest] * (rest > 0)
+
+
+def _seconds_of_round(kernel: dict[str, Any], loop: Loop, programs: int) -> float:
+    """Seconds in which programs that run together end a round each. One overlaps the others."""
+    issue = programs * kernel["warps"] / 4 * kernel["loop"]["instructions"] / ISSUED
+    products = loop.products * H100.multiprocessors / MULTIPLIED * loop.clock
+    others = max(products, loop.shared / SHARED)
+    own = max(others, loop.latency) if loop.is_decoded else loop.latency
+    return max(issue + own, programs * others) / loop.clock
+
+
+def _linear_loop(launch: Launch) -> Loop:
+    """A round loads codes and activations, and each warp group reads all of the activations."""
     constants, named = launch.constants, arguments(launch)
     weights, rows = compiling.loop_weights(launch), constants["BLOCK_M"]
-    times = ceil(named["M"] / rows)
-    rounds = times * named["num_rows"] * named["K"] / weights / prod(launch.grid)
-    return rounds, 2 * rows * weights // constants["BLOCK_N"], 2 * rows * weights
+    times, columns = ceil(named["M"] / rows), weights // constants["BLOCK_N"]
+    codes = nbytes(named["codes"]) * weights // (named["num_rows"] * named["K"])
+    activations = 2 * rows * columns
+    return Loop(
+        programs=prod(launch.grid),
+        rounds=times * named["num_rows"] * named["K"] / weights / prod(launch.grid),
+        products=2 * rows * weights,
+        shared=2 * codes + activations * (1 + constants["BLOCK_N"] // 64),
+        latency=ROUND,
+        clock=LOADED_CLOCK if rows >= 128 else CLOCK,
+        loads=activations,
+        is_decoded=bool(constants["FORMAT"].scale),
+    )
 
 
-def _attention_rounds(launch: Launch, context: Context, rows: int) -> tuple[float, int]:
-    """Tiles of keys that a program takes, and the programs that have work.
+def _attention_loop(launch: Launch, context: Context, rows: int) -> Loop:
+    """Tiles of keys that a program takes, the programs that have work, and their items.
 
     A chunk's rows see half of the chunk on average, before which there is no context.
     """
     constants = launch.constants
     units = constants["KV_HEADS"] * constants["HEAD_TILES"]
+    queries, keys = 1, context.tokens
     if rows > 1 and context.tokens <= rows:
         queries = ceil(rows / (constants["ROWS"] // constants["TILE_HEADS"]))
-        tiles = units * queries * max(1.0, context.tokens / 2 / constants["KEYS"])
-        programs = min(launch.grid[0], units * queries)
-    else:
-        tiles = units * context.tokens / constants["KEYS"]
-        programs = min(launch.grid[0], units * ceil(context.tokens / constants["SPLIT"]))
-    return tiles / programs, programs
+        keys = max(constants["KEYS"], context.tokens // 2)
+    items = units * queries * ceil(keys / constants["SPLIT"])
+    programs = min(launch.grid[0], items)
+    tile = constants["ROWS"] * constants["KEYS"]
+    return Loop(
+        programs=programs,
+        rounds=units * queries * keys / constants["KEYS"] / programs,
+        products=2 * tile * (constants["KEY_COLS"] + constants["VALUE_COLS"]),
+        shared=0,
+        latency=ATTENTION_ROUND,
+        clock=CLOCK,
+        items=ceil(items / programs),
+    )
 
 
 def step(

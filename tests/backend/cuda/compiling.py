@@ -262,9 +262,27 @@ def compile_launch(launch: Launch) -> dict[str, Any]:
 
 
 def main_loop(code: str) -> dict[str, int]:
-    """Instructions of the longest innermost loop on tensor cores, or of the longest one without
-    them, and the number that move spilled registers.
+    """Instructions of the main loop, and those of all loops on tensor cores that move spilled
+    registers.
+
+    The main loop is an innermost one: the longest that multiplies on tensor cores and loads
+    asynchronously, or that multiplies, or of any kind. Attention has another one for draft trees.
     """
+    loops = innermost_loops(code)
+    multiplies = re.compile(f"{INSTRUCTIONS['mma']}|{INSTRUCTIONS['wgmma']}").search
+    loads, moves = (re.compile(INSTRUCTIONS[name]).search for name in ("async", "local"))
+    products = [loop for loop in loops if any(map(multiplies, loop))]
+    main = max(
+        loops,
+        key=lambda loop: (loop in products, loop in products and any(map(loads, loop)), len(loop)),
+        default=[],
+    )
+    spills = sum(bool(moves(one)) for loop in products or [main] for one in loop)
+    return {"instructions": len(main), "local": spills}
+
+
+def innermost_loops(code: str) -> list[list[str]]:
+    """The instructions of each loop without loops in it."""
     instructions, labels, loops = list[str](), dict[str, int](), list[tuple[int, int]]()
     for line in code.splitlines():
         if label := re.match(r"\s*(\.L_\w+):", line):
@@ -276,20 +294,7 @@ def main_loop(code: str) -> dict[str, int]:
         first = labels.get(target[1], last + 1) if target else last + 1
         if first < last and not any(first <= inner for inner, _ in loops):
             loops.append((first, last))
-    multiplies = re.compile(f"{INSTRUCTIONS['mma']}|{INSTRUCTIONS['wgmma']}").search
-    first, last = max(
-        loops,
-        key=lambda loop: (
-            any(map(multiplies, instructions[loop[0] : loop[1] + 1])),
-            loop[1] - loop[0],
-        ),
-        default=(0, -1),
-    )
-    body = instructions[first : last + 1]
-    return {
-        "instructions": len(body),
-        "local": sum(bool(re.search(INSTRUCTIONS["local"], one)) for one in body),
-    }
+    return [instructions[first : last + 1] for first, last in loops]
 
 
 _DOT = re.compile(
