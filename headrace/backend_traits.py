@@ -39,6 +39,7 @@ BACKENDS: Mapping[str, BackendTraits] = MappingProxyType(
             kv_dtypes=("bf16", "f16", "f32", "fp8", "int8"),
             kv_block_size=64,
             on_gpu=True,
+            has_ranks=True,
             max_num_seqs=256,
             max_num_batched_tokens=2048,
             chunked_prefill_size=256,

@@ -19,33 +19,33 @@ from headrace.errors import HeadraceError
 from headrace.loader.drafts import compile_draft_models, open_draft_checkpoints, target_program
 from headrace.loader.load import open_model
 from headrace.loader.options import engine_config
-from headrace.parallel.collectives import Collectives
 from headrace.parallel.config import mesh_of
 from headrace.parallel.hosts import EXIT_LOST
+from headrace.parallel.make_rank import make_rank, make_transport
+from headrace.parallel.process_groups import ProcessGroups
 from headrace.parallel.rank import Rank, RankConfig
 from headrace.parallel.setup import kv_config_of
-from headrace.parallel.transport import GlooTransport
 from headrace.parallel.worker import LENGTH, Channel, run_commands
 
 _PR_SET_PDEATHSIG = 1
 
 
-def make_rank(setup: dict[str, Any]) -> tuple[Rank, GlooTransport]:
+def open_rank(setup: dict[str, Any]) -> tuple[Rank[Any], ProcessGroups]:
     """Make the rank of a setup, with its draft programs attached. Raises as `load_model`."""
     config = engine_config(setup["config"])
     mesh = mesh_of(config)
     checkpoint = open_model(setup["model"], config)
-    transport = GlooTransport(mesh, setup["rank"])
     rank_config = RankConfig(
+        backend=config.backend,
         mesh=mesh,
         rank=setup["rank"],
         kv=kv_config_of(setup),
         threads=setup["threads"],
         activations=config.activations,
     )
-    rank = Rank(
-        rank_config, target_program(config, checkpoint), checkpoint.tensors, Collectives(transport)
-    )
+    transport = make_transport(rank_config)
+    program = target_program(config, checkpoint)
+    rank = make_rank(rank_config, program, checkpoint.tensors, transport)
     shared = replace(config, draft_model="")  # only rank 0 runs a draft model
     drafts = open_draft_checkpoints(shared, checkpoint, checkpoint.load_tokenizer())
     compile_draft_models(shared, drafts, checkpoint, rank, None)
@@ -65,7 +65,7 @@ def main(descriptor: str, parent: str) -> None:
     try:
         (size,) = LENGTH.unpack(channel.read(LENGTH.size))
         setup = json.loads(channel.read(size))
-        rank, transport = make_rank(setup)
+        rank, transport = open_rank(setup)
     except EOFError:
         sys.exit(EXIT_LOST)
     except HeadraceError as error:

@@ -46,29 +46,35 @@ def compile_ranks(
     of them. Without a `launcher` the processes run on this machine, or on the hosts of
     the environment.
     """
-    from headrace.parallel.collectives import Collectives
     from headrace.parallel.executable import ParallelExecutable
     from headrace.parallel.hosts import HostLauncher, placement
     from headrace.parallel.launch import LocalLauncher
-    from headrace.parallel.rank import Rank, RankConfig, identity
+    from headrace.parallel.make_rank import make_rank, make_transport
+    from headrace.parallel.rank import RankConfig, identity
     from headrace.parallel.setup import setup_of
-    from headrace.parallel.transport import GlooTransport
     from headrace.parallel.workers import Workers
 
     threads = threads_per_rank(config, mesh)
     first, *others = (
-        RankConfig(mesh=mesh, rank=rank, kv=kv, threads=threads, activations=config.activations)
+        RankConfig(
+            backend=config.backend,
+            mesh=mesh,
+            rank=rank,
+            kv=kv,
+            threads=threads,
+            activations=config.activations,
+        )
         for rank in range(mesh.ranks)
     )
-    transport = GlooTransport(mesh, 0)
+    transport = make_transport(first)
     if launcher is None:
         place = placement() if is_multi_host(mesh) else None
         launcher = HostLauncher(place) if place else LocalLauncher(RANK_COMMAND)
     setups = [setup_of(model, config, other) for other in others]
-    workers = Workers(launcher, setups, transport, identity(checkpoint.tensors))
+    workers = Workers(launcher, setups, transport, identity(config.backend, checkpoint.tensors))
     try:
-        rank = Rank(first, program, checkpoint.tensors, Collectives(transport))
-        return ParallelExecutable(rank, program, transport, workers)
+        rank = make_rank(first, program, checkpoint.tensors, transport)
+        return ParallelExecutable(rank, program, workers)
     except BaseException:
         workers.close()
         raise

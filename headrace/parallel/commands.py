@@ -37,6 +37,8 @@ class CommandKind(IntEnum):
     REMOVE_ADAPTER = 5
     CLOSE = 6
     STAGE_STEPS = 7
+    PREPARE = 8
+    """Prepare for steps of up to these rows and logit rows."""
 
 
 class Command(NamedTuple):

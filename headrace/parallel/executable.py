@@ -1,44 +1,26 @@
 """A model on several ranks as an executable: rank 0 runs here and commands the others."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backend import HostBlocks
-from headrace.backend.cpu.executable import CpuExecutable
-from headrace.backend.variants import GatheredRows
-from headrace.batch import Ints, RaggedBatch, StepTimes
+from headrace.backend import Executable, HostBlocks
+from headrace.batch import Ints, RaggedBatch, StepTimes, ints
 from headrace.config import KvConfig
-from headrace.logit_ops import LogitOp, LogitOpResult, StepResult
+from headrace.logit_ops import LogitOp, LogitOpResult, StepResult, Ticket
 from headrace.parallel.commands import Command, CommandKind, adapter_to_arrays, batch_to_arrays
 from headrace.parallel.rank import Rank
-from headrace.parallel.transport import GlooTransport
 from headrace.parallel.workers import Workers
 from headrace.program.adapter import Adapter
 from headrace.program.kv import KvGroup
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
-from headrace.sampling.host import run_logit_ops, tokens_of
+from headrace.sampling.host import tokens_of
 from headrace.stats import StageStep
-
-Floats = NDArray[np.float32]
-
-
-class _Ticket:
-    def __init__(self, wait: Callable[[], StepResult]) -> None:
-        self._wait = wait
-        self._result: StepResult | None = None
-
-    @property
-    def ready(self) -> bool:
-        return self._result is not None
-
-    def wait(self) -> StepResult:
-        if self._result is None:
-            self._result = self._wait()
-        return self._result
 
 
 class ParallelExecutable:
@@ -48,11 +30,9 @@ class ParallelExecutable:
     in the work of a rank that lives ends the launch alone.
     """
 
-    def __init__(
-        self, rank: Rank, program: Program, transport: GlooTransport, workers: Workers
-    ) -> None:
-        self._rank, self._transport, self._workers = rank, transport, workers
-        self.max_in_flight = rank.config.mesh.pipeline
+    def __init__(self, rank: Rank[Any], program: Program, workers: Workers) -> None:
+        self._rank, self._workers = rank, workers
+        self.max_in_flight = rank.max_in_flight
         self._number = 0
         self._last_ticket: _Ticket | None = None
         self._set_program(program)
@@ -61,7 +41,6 @@ class ParallelExecutable:
         self._local = self._rank.executables[self._number]
         self.program = self._local.program
         self.kv_groups: tuple[KvGroup, ...] = program.kv_groups
-        self._whole_program = program
 
     def connect(self) -> None:
         try:
@@ -70,7 +49,12 @@ class ParallelExecutable:
             self.close()
             raise
 
-    def prepare(self, max_rows: int, max_logit_rows: int) -> None: ...
+    def prepare(self, max_rows: int, max_logit_rows: int) -> None:
+        # Ranks of one host share the cache of compiled kernels, which rank 0 fills.
+        self._local.prepare(max_rows, max_logit_rows)
+        sizes = ints([max_rows, max_logit_rows])
+        with self._working():
+            self._workers.send(Command(CommandKind.PREPARE, self._number, [sizes]))
 
     def launch(
         self,
@@ -80,52 +64,38 @@ class ParallelExecutable:
         logits: bool = False,
         hidden: bool = False,
     ) -> "_Ticket":
-        values: Sequence[LogitOpResult] = ()
-        if self._last_ticket and batch.token_source is not None:
-            values = self._last_ticket.wait().values
-        batch = batch._replace(tokens=tokens_of(batch, values), token_source=None)
-        with self._workers.working():
+        if batch.token_source is not None and not self._rank.has_last_tokens:
+            values: Sequence[LogitOpResult] = ()
+            if self._last_ticket:
+                values = self._last_ticket.wait().values
+            batch = batch._replace(tokens=tokens_of(batch, values), token_source=None)
+        with self._working():
             self._workers.send(Command(CommandKind.RUN, self._number, batch_to_arrays(batch)))
-            local = self._rank.run(self._number, batch)
-        generation = self._workers.generation
-
-        def wait() -> StepResult:
-            with self._workers.working(generation):
-                rows = self._results(batch, local)
-            assert rows.logits is not None
-            values = run_logit_ops(ops, rows.logits, rows.pooled, self._local.pool)
-            return StepResult(
-                values, rows.logits if logits else None, rows.hidden if hidden else None
-            )
-
-        self._last_ticket = _Ticket(wait)
-        if self.max_in_flight == 1:
-            # The results lie in buffers that the next launch overwrites.
-            self._last_ticket.wait()
+            ticket = self._rank.launch(self._number, batch, ops, logits=logits, hidden=hidden)
+        self._last_ticket = _Ticket(ticket, self, self._workers.generation)
         return self._last_ticket
 
-    def _results(self, batch: RaggedBatch, local: GatheredRows) -> GatheredRows:
-        """`local`: rows of rank 0, the results if the model has one stage."""
-        if self._rank.config.mesh.pipeline == 1:
-            return local
-        program, num_rows = self._whole_program, len(batch.logit_rows)
-        assert program.logits
-        logits = self._receive(num_rows, program.logits.width)
-        hidden = self._receive(num_rows, program.hidden.width) if program.hidden else None
-        pooled = None
-        if program.pooled and batch.pooled_rows is not None:
-            pooled = self._receive(len(batch.pooled_rows), program.pooled.width)
-        return GatheredRows(logits, hidden, pooled)
+    def wait_for(self, ticket: Ticket, generation: int) -> StepResult:
+        """Return the results of a launch. Raises RankLostError if its exchanges have ended."""
+        with self._working(generation):
+            result = ticket.wait()
+            if self._rank.launches_ahead:
+                self._workers.check()  # a lost rank leaves results of no meaning
+            return result
 
-    def _receive(self, rows: int, width: int) -> Floats:
-        out = np.empty((rows, width), np.float32)
-        if rows:
-            self._transport.receive_from(out, self._rank.config.mesh.first_of_last_stage)
-        return out
+    @contextmanager
+    def _working(self, generation: int | None = None) -> Iterator[None]:
+        before = self._workers.generation
+        try:
+            with self._workers.working(generation):
+                yield
+        finally:
+            if self._workers.generation != before:
+                self._rank.forget_steps()
 
     def attach(
         self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None
-    ) -> "ParallelExecutable | CpuExecutable":
+    ) -> Executable:
         """Attach a program. A program with its own KV runs on rank 0 alone."""
         attached = self._rank.attach(program, weights, kv)
         if kv is not None:
@@ -136,10 +106,9 @@ class ParallelExecutable:
         return other
 
     def profile(self, batch: RaggedBatch) -> StepTimes:
-        with self._workers.working():
+        with self._working():
             self._workers.send(Command(CommandKind.RUN, self._number, batch_to_arrays(batch)))
-            times = self._local.profile(batch)
-            self._results(batch, GatheredRows(None, None, None))
+            times: StepTimes = self._local.profile(batch)
         return times
 
     def stage_steps(self) -> list[StageStep]:
@@ -158,7 +127,8 @@ class ParallelExecutable:
         ]
 
     def expert_loads(self) -> NDArray[np.int64]:
-        return self._local.expert_loads()
+        loads: NDArray[np.int64] = self._local.expert_loads()
+        return loads
 
     def add_adapter(self, adapter: Adapter) -> int:
         """Add an adapter on all ranks. The loss of a rank delays it until the restart.
@@ -180,9 +150,9 @@ class ParallelExecutable:
 
     def move_slots(self, group: int, source: Ints, target: Ints) -> None:
         source, target = (np.ascontiguousarray(slots, np.int32) for slots in (source, target))
-        with self._workers.working():
+        with self._working():
             self._workers.send(Command(CommandKind.MOVE_SLOTS, group, [source, target]))
-            self._local.move_slots(group, source, target)
+            self._rank.move_slots(group, source, target)
 
     def host_blocks(self, num_bytes: int) -> HostBlocks | None:
         return None
@@ -192,3 +162,20 @@ class ParallelExecutable:
         if self._number == 0:
             self._workers.close()
             self._rank.close()
+
+
+class _Ticket:
+    """Results of a launch, or the error that ended its exchanges."""
+
+    def __init__(self, ticket: Ticket, executable: ParallelExecutable, generation: int) -> None:
+        self._ticket, self._executable, self._generation = ticket, executable, generation
+        self._result: StepResult | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self._result is not None or self._ticket.ready
+
+    def wait(self) -> StepResult:
+        if self._result is None:
+            self._result = self._executable.wait_for(self._ticket, self._generation)
+        return self._result

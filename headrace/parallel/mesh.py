@@ -13,7 +13,7 @@ from headrace.record import frozen
 
 @frozen
 class Mesh:
-    """Ranks by stage, then by share: rank = stage * tensor + share."""
+    """Ranks by stage, then by share. Rank 0 is in the last stage, where tokens are sampled."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -28,15 +28,18 @@ class Mesh:
     def ranks(self) -> int:
         return self.tensor * self.pipeline
 
-    @property
-    def first_of_last_stage(self) -> int:
-        return (self.pipeline - 1) * self.tensor
-
     def stage(self, rank: int) -> int:
-        return rank // self.tensor
+        return self.pipeline - 1 - rank // self.tensor
+
+    def share(self, rank: int) -> int:
+        """Return the number of a rank in its stage."""
+        return rank % self.tensor
+
+    def rank(self, stage: int, share: int) -> int:
+        return (self.pipeline - 1 - stage) * self.tensor + share
 
     def group(self, stage: int) -> list[int]:
-        return list(range(stage * self.tensor, (stage + 1) * self.tensor))
+        return [self.rank(stage, share) for share in range(self.tensor)]
 
     def program(
         self, program: Program, rank: int, layer_stages: Mapping[int, int] | None = None
@@ -48,9 +51,8 @@ class Mesh:
         program = self.stage_program(program, rank, layer_stages)
         if self.tensor == 1:
             return program
-        share = rank % self.tensor
         return TensorParallel(
-            program, share, self.tensor, self.shares_experts, self.sequence
+            program, self.share(rank), self.tensor, self.shares_experts, self.sequence
         ).rewritten()
 
     def stage_program(

@@ -1,18 +1,22 @@
+"""A rank: its executables, on any backend."""
+
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from time import monotonic
+from typing import Generic, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backend.cpu.executable import CpuExecutable, instructions
-from headrace.backend.variants import GatheredRows
-from headrace.batch import RaggedBatch
+from headrace.backend import Executable, instructions
+from headrace.backend_traits import BackendName
+from headrace.batch import Ints, RaggedBatch
 from headrace.config import Activations, KvConfig
-from headrace.parallel.collectives import Collectives
+from headrace.logit_ops import LogitOp, Ticket
 from headrace.parallel.mesh import Mesh, adapter_share, weights_of
 from headrace.program.adapter import (
     Adapter,
+    LowRank,
     low_rank_part,
     own_name,
     own_weights,
@@ -30,6 +34,7 @@ _MAX_STAGE_STEPS = 4096
 
 @frozen
 class RankConfig:
+    backend: BackendName
     mesh: Mesh
     rank: int
     kv: KvConfig
@@ -37,46 +42,72 @@ class RankConfig:
     activations: Activations
 
 
-def identity(tensors: Mapping[str, StoredTensor]) -> str:
-    """Return a text of instruction set and model, equal for ranks with equal results."""
-    return f"instructions {instructions()}, tensors {tensors_digest(tensors, _HASHED_BYTES)}"
+class RankExecutable(Executable, Protocol):
+    """An executable that can run a share of a model."""
+
+    def add_variant(
+        self,
+        program: Program,
+        own: Mapping[str, StoredTensor],
+        low_rank: Mapping[str, LowRank],
+    ) -> int:
+        """Add an adapter with weights of its `own`, which has this program."""
 
 
-class Rank:
-    """Executables by number: the model, then attached programs."""
+_E = TypeVar("_E", bound=RankExecutable)
+
+
+def identity(backend: str, tensors: Mapping[str, StoredTensor]) -> str:
+    """Return a text of the processor and the model, equal for ranks with equal results."""
+    return f"instructions {instructions(backend)}, tensors {tensors_digest(tensors, _HASHED_BYTES)}"
+
+
+class Rank(Generic[_E]):
+    """Executables by number: the model, then attached programs.
+
+    A subclass makes them, and says how rank 0 and the others run a step.
+    """
+
+    executables: list[_E]
+    max_in_flight: int
+    """Launches of rank 0 before the first result is waited for."""
+    launches_ahead = False
+    """Whether a launch returns before its exchanges have ended."""
+    has_last_tokens = False
+    """Whether a launch takes tokens that the last one draws (`RaggedBatch.token_source`)."""
 
     def __init__(
-        self,
-        config: RankConfig,
-        program: Program,
-        tensors: Mapping[str, StoredTensor],
-        collectives: Collectives,
+        self, config: RankConfig, program: Program, tensors: Mapping[str, StoredTensor]
     ) -> None:
         self.config = config
-        self._collectives = collectives
         self._stage_steps: deque[tuple[float, float]] = deque(maxlen=_MAX_STAGE_STEPS)
         self._program, self._tensors = program, dict(tensors)
         self._layer_stages = config.mesh.layer_stages(program) if config.mesh.pipeline > 1 else None
-        self.identity = identity(tensors)
+        self.identity = identity(config.backend, tensors)
         share = config.mesh.program(program, config.rank)
-        executable = CpuExecutable(
-            share,
-            weights_of(share, tensors),
-            config.kv,
-            config.threads,
-            instructions(),
-            activations=config.activations,
-            process_group=collectives,
-        )
-        self.executables = [executable]
+        self.executables = [self._compile(share, weights_of(share, tensors))]
 
-    def run(self, number: int, batch: RaggedBatch) -> GatheredRows:
-        """Run a program; its rows are valid until the next run."""
-        start, wait_before = monotonic(), self._collectives.wait_seconds
-        rows = self.executables[number].run_variants(batch)
-        wait_seconds = self._collectives.wait_seconds - wait_before
-        self._stage_steps.append((start + wait_seconds, monotonic()))
-        return rows
+    def _compile(self, share: Program, weights: Mapping[str, StoredTensor]) -> _E:
+        raise NotImplementedError
+
+    def launch(
+        self,
+        number: int,
+        batch: RaggedBatch,
+        ops: Sequence[LogitOp],
+        *,
+        logits: bool,
+        hidden: bool,
+    ) -> Ticket:
+        """Launch this rank's part of a step on rank 0."""
+        raise NotImplementedError
+
+    def run(self, number: int, batch: RaggedBatch) -> None:
+        """Run this rank's part of a step on another rank."""
+        raise NotImplementedError
+
+    def forget_steps(self) -> None:
+        """Forget the steps in flight: exchanges have ended with an error."""
 
     def stage_steps(self) -> NDArray[np.float64]:  # [steps, (begin, end)]
         """Return and forget the last step times, at most 4,096."""
@@ -86,13 +117,13 @@ class Rank:
 
     def attach(
         self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None
-    ) -> CpuExecutable:
+    ) -> Executable:
         """Attach a program to the model's KV. A program with its own `kv` has no number."""
         if kv is not None:
             return self.executables[0].attach(program, weights, kv)
         self._tensors |= weights
         share = self.config.mesh.program(program, self.config.rank, self._layer_stages)
-        attached = self.executables[0].attach(share, weights_of(share, self._tensors))
+        attached = cast(_E, self.executables[0].attach(share, weights_of(share, self._tensors)))
         self.executables.append(attached)
         return attached
 
@@ -127,6 +158,12 @@ class Rank:
     def remove_adapter(self, number: int) -> None:
         self.executables[0].remove_adapter(number)
 
+    def move_slots(self, group: int, source: Ints, target: Ints) -> None:
+        self.executables[0].move_slots(group, source, target)
+
     def close(self) -> None:
         for executable in reversed(self.executables):
             executable.close()
+
+    def _record_time(self, start: float) -> None:
+        self._stage_steps.append((start, monotonic()))

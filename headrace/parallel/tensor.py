@@ -47,7 +47,13 @@ def slice_weight(weight: Weight, rows: Columns) -> Weight:
     name, count = f"{weight.name}[{first}:{last}]", last - first
     if weight.rows == 1:
         return replace(weight, name=name, cols=count, nbytes=weight.nbytes // weight.cols * count)
-    return replace(weight, name=name, rows=count, nbytes=weight.nbytes // weight.rows * count)
+    return replace(
+        weight,
+        name=name,
+        rows=count,
+        nbytes=weight.nbytes // weight.rows * count,
+        whole_rows=weight.rows,
+    )
 
 
 def slice_tensor(tensors: Mapping[str, StoredTensor], weight: Weight) -> StoredTensor:

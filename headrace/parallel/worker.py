@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from threading import Event, Lock, Thread
+from typing import Any
 
 from torch.distributed import TCPStore
 
@@ -22,8 +23,8 @@ from headrace.parallel.commands import (
     decode,
 )
 from headrace.parallel.launch import LOOPBACK
+from headrace.parallel.process_groups import ProcessGroups
 from headrace.parallel.rank import Rank
-from headrace.parallel.transport import GlooTransport
 
 _HEARTBEAT_SECONDS = 0.25
 READY = b"\x01"
@@ -79,7 +80,7 @@ class Channel:
                 os._exit(1)
 
 
-def run_commands(channel: Channel, rank: Rank, transport: GlooTransport) -> bool:
+def run_commands(channel: Channel, rank: Rank[Any], transport: ProcessGroups) -> bool:
     """Run commands until the socket ends; return whether rank 0 sent `CLOSE`.
 
     An error of a step ends the step on all ranks. Another error ends the process, and rank 0
@@ -104,7 +105,7 @@ def run_commands(channel: Channel, rank: Rank, transport: GlooTransport) -> bool
 
 
 class _Worker:
-    def __init__(self, channel: Channel, rank: Rank, transport: GlooTransport) -> None:
+    def __init__(self, channel: Channel, rank: Rank[Any], transport: ProcessGroups) -> None:
         self._channel = channel
         self._rank = rank
         self._transport = transport
@@ -116,6 +117,7 @@ class _Worker:
             case CommandKind.JOIN if arrays[0] is not None:
                 self._generation = command.program
                 transport.disconnect()
+                rank.forget_steps()
                 host, port = self._channel.host, int(arrays[0][0])
                 store = TCPStore(host, port, is_master=False, wait_for_workers=False)
                 transport.connect(transport.open_groups(store))
@@ -128,22 +130,19 @@ class _Worker:
                 self._channel.reply(ANSWER + self._add_adapter(arrays))
             case CommandKind.REMOVE_ADAPTER:
                 rank.remove_adapter(command.program)
+            case CommandKind.PREPARE if arrays[0] is not None:
+                rank.executables[command.program].prepare(*arrays[0].tolist())
             case CommandKind.STAGE_STEPS:
                 self._channel.reply(ANSWER + rank.stage_steps().tobytes())
 
     def _run_step(self, command: Command) -> None:
-        rank, config, arrays = self._rank, self._rank.config, command.arrays
+        rank, arrays = self._rank, command.arrays
         if command.kind == CommandKind.MOVE_SLOTS:
             source, target = arrays
             assert source is not None and target is not None
-            rank.executables[0].move_slots(command.program, source, target)
+            rank.move_slots(command.program, source, target)
             return
-        batch = batch_from_arrays(arrays)
-        gathered = rank.run(command.program, batch)
-        if config.rank == config.mesh.first_of_last_stage:
-            for rows in gathered:
-                if rows is not None and len(rows):
-                    self._transport.send_to(rows, 0)
+        rank.run(command.program, batch_from_arrays(arrays))
 
     def _leave_groups(self, error: Exception) -> None:
         """End the exchanges of a failed step, so that no rank waits for this one."""

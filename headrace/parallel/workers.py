@@ -22,7 +22,7 @@ from headrace.batch import ints
 from headrace.errors import RankFailedError, RankLostError
 from headrace.parallel.commands import Array, Command, CommandKind, encode
 from headrace.parallel.launch import INTERFACE_VARIABLE, Launcher
-from headrace.parallel.transport import GlooTransport
+from headrace.parallel.process_groups import ProcessGroups
 from headrace.parallel.watched_worker import SILENT_SECONDS, WatchedWorker
 from headrace.parallel.worker import ANSWER, FAILED, GENERATION, LENGTH, READY
 
@@ -41,7 +41,7 @@ class Workers:
         self,
         launcher: Launcher,
         setups: Sequence[Mapping[str, Any]],
-        transport: GlooTransport,
+        transport: ProcessGroups,
         identity: str,
     ) -> None:
         """`setups`: first message to each worker; `identity`: the `rank.identity` that all must
@@ -93,6 +93,11 @@ class Workers:
             yield
         except Exception as error:
             raise self._leave_groups(error) from None
+
+    def check(self) -> None:
+        """Raise RankLostError if a rank is lost, or its step has failed."""
+        if self._loss or self._failure:
+            raise RankLostError(self._loss or self._failure)
 
     def connect(self) -> None:
         """Wait until all ranks are connected. Raises RankLostError."""
@@ -291,6 +296,7 @@ class Workers:
             for worker in self._workers:
                 worker.process.kill()
             self._changed.notify_all()
+        self._transport.interrupt()
 
     def _watch(self, workers: list[WatchedWorker]) -> None:
         with selectors.DefaultSelector() as selector:
@@ -329,6 +335,7 @@ class Workers:
                 if reason and generation == self.generation:
                     self._failure = self._failure or f"rank {worker.rank}: {reason}"
                     self._changed.notify_all()
+                    self._transport.interrupt()
         elif kind in (READY, ANSWER):
             with self._changed:
                 worker.is_ready = True

@@ -14,10 +14,10 @@ from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.config import KvConfig
 from headrace.errors import UnsupportedModelError
 from headrace.model import linear_weights, tensor_shapes, trace_model
-from headrace.parallel.collectives import Collectives
 from headrace.parallel.commands import adapter_from_arrays, adapter_to_arrays
+from headrace.parallel.cpu_rank import CpuRank
 from headrace.parallel.mesh import Mesh
-from headrace.parallel.rank import Rank, RankConfig
+from headrace.parallel.rank import RankConfig
 from headrace.program.adapter import Adapter, LowRank, OwnWeight, TokenRows
 from headrace.program.trace import Program
 from headrace.quant.formats import FORMATS, StoredTensor
@@ -90,11 +90,18 @@ class Ranks:
     def __init__(self, mesh: Mesh, program: Program, checkpoint: Checkpoint, kv: KvConfig) -> None:
         self.threads = Threads(mesh, program, checkpoint.tensors, kv)
         self.ranks = [
-            Rank(
-                RankConfig(mesh=mesh, rank=number, kv=kv, threads=1, activations="int8"),
+            CpuRank(
+                RankConfig(
+                    backend="cpu",
+                    mesh=mesh,
+                    rank=number,
+                    kv=kv,
+                    threads=1,
+                    activations="int8",
+                ),
                 program,
                 checkpoint.tensors,
-                Collectives(transport),
+                transport,
             )
             for number, transport in enumerate(self.threads.transports)
         ]
@@ -104,7 +111,7 @@ class Ranks:
         return {rank.add_adapter(adapter if not i else sent) for i, rank in enumerate(self.ranks)}
 
     def logits(self, batch: RaggedBatch) -> list[Any]:
-        runs = [self.threads.pool.submit(rank.run, 0, batch) for rank in self.ranks]
+        runs = [self.threads.pool.submit(rank.rows, 0, batch) for rank in self.ranks]
         wait(runs)
         return [np.array(rows) for run in runs if (rows := run.result().logits) is not None]
 

@@ -53,7 +53,7 @@ def test_idle_share_follows_the_formula(stages: int, steps: int) -> None:
 def test_stage_waits_for_the_previous_stage() -> None:
     spec, tensors = tiny_model(1, layers=2)
     program, mesh = trace_model(spec, tensors), Mesh(1, 2)
-    stages = [[mesh.program(program, 0)], [mesh.program(program, 1)]]
+    stages = [[mesh.program(program, rank)] for rank in (1, 0)]
     batch = batch_of([Sequence([0], 32)], [[1, 2]], [([], [])], False)
 
     def seconds(stage: Program, _: RaggedBatch) -> float:

@@ -258,7 +258,7 @@ def test_rank_with_other_instructions_is_refused(
     # This changes rank 0 alone.
     monkeypatch.setattr(
         "headrace.parallel.rank.identity",
-        lambda tensors: identity(tensors).replace(instructions(), "abacus"),
+        lambda backend, tensors: identity(backend, tensors).replace(instructions(), "abacus"),
     )
     with pytest.raises(
         RankLostError,

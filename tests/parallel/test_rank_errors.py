@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from headrace import LLM, SamplingParams
+from headrace.batch import RaggedBatch
 from headrace.errors import RankFailedError, RankLostError, RequestFailedError
 from headrace.outputs import RequestOutput
 from headrace.parallel import workers
@@ -23,6 +24,7 @@ from headrace.parallel.commands import (
     batch_from_arrays,
     batch_to_arrays,
 )
+from headrace.parallel.cpu_rank import CpuRank
 from headrace.parallel.executable import ParallelExecutable
 from headrace.parallel.launch import LocalProcess
 from headrace.program.adapter import LowRank
@@ -98,28 +100,33 @@ Fault = Callable[[ParallelExecutable, pytest.MonkeyPatch, dict[str, bool]], None
 def rank_0_fails(
     executable: ParallelExecutable, patch: pytest.MonkeyPatch, fails: dict[str, bool]
 ) -> None:
-    run = executable._rank.run
+    rank = executable._rank
+    assert isinstance(rank, CpuRank)
+    rows = rank.rows
 
-    def failing(*args: Any) -> Any:
-        if fails["now"]:
+    def failing(number: int, batch: RaggedBatch) -> Any:
+        if POISON in batch.tokens:
             raise ValueError("an error of rank 0")
-        return run(*args)
+        return rows(number, batch)
 
-    patch.setattr(executable._rank, "run", failing)
+    patch.setattr(rank, "rows", failing)
 
 
 def rank_0_fails_within_an_exchange(
     executable: ParallelExecutable, patch: pytest.MonkeyPatch, fails: dict[str, bool]
 ) -> None:
-    gather, calls = executable._transport.all_gather, [0]
+    rank = executable._rank
+    assert isinstance(rank, CpuRank)
+    collectives, transport = rank._collectives, rank._collectives._transport
+    gather, calls = transport.all_gather, [0]
 
     def failing(*args: Any) -> Any:
         calls[0] += 1
-        if fails["now"] and calls[0] % 5 == 0:
+        if POISON in collectives._tokens and calls[0] % 5 == 0:
             raise MemoryError
         return gather(*args)
 
-    patch.setattr(executable._transport, "all_gather", failing)
+    patch.setattr(transport, "all_gather", failing)
 
 
 def another_rank_fails(
@@ -177,7 +184,7 @@ def test_adapter_that_another_rank_cannot_hold(ranks: LLM, model: Path) -> None:
     matrix = np.ones((3, 5), np.float32)  # of no weight's shape
     bad = adapter_to_arrays({"layers.0.q": LowRank(matrix, matrix, 1.0)})
     for _ in range(2):
-        with pytest.raises(RankFailedError, match=r"rank 1: \w+"):
+        with pytest.raises(RankFailedError, match=r"rank 2: \w+"):
             executable._workers.add_adapter(0, bad)
     assert not executable._workers.adapter_bytes
     ranks.load_adapter("0", model.with_name("adapter-0"))

@@ -12,6 +12,7 @@ if is_interpreting():
 import torch
 
 from headrace.backend.cuda.device import instructions, multiplied_type
+from headrace.backend.cuda.exchange import Transport
 from headrace.backend.cuda.executable import CudaExecutable, lower
 from headrace.backend.cuda.memory import release_cache
 from headrace.backend.cuda.stream import make_stream
@@ -20,7 +21,7 @@ from headrace.errors import MemoryLimitError
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 
-__all__ = ["compile", "instructions", "lower"]
+__all__ = ["compile", "compile_share", "instructions", "lower"]
 
 
 def compile(
@@ -35,8 +36,26 @@ def compile(
     Tensor cores multiply bf16, or float32 if `activations` is "f32". `threads` is unused.
     Raises MemoryLimitError if weights and KV do not fit.
     """
+    return compile_share(program, weights, kv, activations)
+
+
+def compile_share(
+    program: Program,
+    weights: Mapping[str, StoredTensor],
+    kv: KvConfig,
+    activations: Activations,
+    transport: Transport | None = None,
+) -> CudaExecutable:
+    """Compile the program of one rank, which exchanges rows with others. Raises as `compile`."""
     try:
-        return CudaExecutable(program, weights, kv, multiplied_type(activations), make_stream())
+        return CudaExecutable(
+            program,
+            weights,
+            kv,
+            multiplied_type(activations),
+            make_stream(),
+            transport=transport,
+        )
     except torch.OutOfMemoryError:
         pass  # raise after the handler, which still holds the tensors
 

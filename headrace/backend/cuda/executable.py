@@ -17,6 +17,7 @@ from headrace.backend import HostBlocks, host_block_counts
 from headrace.backend.cuda.adapters import Adapters
 from headrace.backend.cuda.compile_kernels import compile_kernels, with_progress
 from headrace.backend.cuda.device import DEVICE
+from headrace.backend.cuda.exchange import Exchange, Transport
 from headrace.backend.cuda.expert_loads import ExpertLoads
 from headrace.backend.cuda.host_blocks import CudaHostBlocks
 from headrace.backend.cuda.kv_store import KvStore
@@ -46,6 +47,7 @@ from headrace.logit_ops import LogitOp, LogitOpResult, Pool, StepResult
 from headrace.program import moe, ops
 from headrace.program.adapter import (
     Adapter,
+    LowRank,
     low_rank_part,
     own_name,
     own_weights,
@@ -109,7 +111,9 @@ class CudaExecutable:
         activations: torch.dtype,
         stream: Stream,
         workspace: Workspace | None = None,
+        transport: Transport | None = None,
     ) -> None:
+        """`transport`: exchanges of one of several ranks."""
         self.kv_groups = program.kv_groups
         self._stores = [
             KvStore(group, num_blocks, kv.block_size, kv.dtype)
@@ -118,7 +122,7 @@ class CudaExecutable:
         self._weights = Weights(tensors)
         self._workspace = workspace or Workspace()
         self._adapters = Adapters()
-        self._packed, self._stream = activations, stream
+        self._packed, self._stream, self._transport = activations, stream, transport
         # Rows and logit rows of the largest step, once it is known
         self._max_rows: tuple[int, int] | None = None
         self._set_program(program)
@@ -129,10 +133,10 @@ class CudaExecutable:
         program = lower(traced, self._weights.tensors)
         self._traced = traced
         self._variants: dict[int, CudaExecutable] = {}
-        assert program.logits, "a stage without logits is run with all others"
         self.program, self._logits = program, program.logits
         self._buffers = Buffers(program, self._packed, read_wide(program, self._weights.tensors))
-        self._sampler = DeviceSampler(program.logits.width, DEVICE)
+        # A stage without logits samples nothing.
+        self._sampler = DeviceSampler(program.logits.width if program.logits else 1, DEVICE)
         self._input = next((op.out for op in program.ops if isinstance(op, ops.Input)), None)
         self._ints = torch.zeros(0, dtype=torch.int32, device=DEVICE)
         self._plans: dict[StepShape, Plan] = {}
@@ -277,6 +281,7 @@ class CudaExecutable:
             adapters=adapters,
             loads=self._loads.of_op,
             packed=self._packed,
+            transport=self._transport,
         )
         names: list[str] = []
         for op in self.program.ops:
@@ -309,18 +314,20 @@ class CudaExecutable:
             yield from plan.launches
         for rows in shape_rows(max_rows):
             yield from self._lowered(prefill(rows, min(rows, max_logit_rows))).launches
-        for layout in common_layouts(self._sampler.num_slots):
+        for layout in common_layouts(self._sampler.num_slots) if self._logits else ():
             yield from self._sample_launches(plans[0], layout).launches
 
     def _capture(self, plan: Plan) -> None:
-        # Launches run once before their capture, here over padding rows.
+        # Kernels run once before their capture, here over padding rows. Exchanges do not: other
+        # ranks may not capture this plan now.
         if plan.graph is None:
             slot = self._slots.next()
             host = slot.take("padding", plan.step.end)
             plan.step.fill_with_padding(host.array)
             self._stream.copy(self._ints[: plan.step.end], host.tensor)
             self._slots.release(slot, self._stream.mark())
-            self._stream.run(plan.launches)
+            kernels = [launch for launch in plan.launches if not isinstance(launch, Exchange)]
+            self._stream.run(kernels)
             plan.graph = self._stream.capture(plan.launches)
 
     def _run(self, plan: Plan) -> None:
@@ -365,6 +372,8 @@ class CudaExecutable:
             self._stream.copy(plan.value(self._input)[: len(rows.array)], rows.tensor)
 
     def _run_sampling(self, plan: Plan, layout: SampleLayout) -> torch.Tensor:
+        if self._logits is None:
+            return torch.empty(0, dtype=torch.int32, device=DEVICE)
         if layout not in plan.sampling:
             # A layout with another number of slots is bound to state that has moved.
             plan.sampling = {
@@ -385,6 +394,7 @@ class CudaExecutable:
         return sampling.results
 
     def _sample_launches(self, plan: Plan, layout: SampleLayout) -> SampleLaunches:
+        assert self._logits
         start, words = plan.step.end, self._sampler.mask_words
         tables_start = start + _sample_ints(layout, words)
         area = self._ints[start : start + layout.num_ints]
@@ -454,8 +464,24 @@ class CudaExecutable:
                 op_results, rows.get("logits") if logits else None, rows.get("hidden")
             )
 
+        def cancel() -> None:
+            sampling.cancel()
+            self._slots.release(slot, mark)
+
         samples_on_host = any(not isinstance(op, Pool) for op in host_ops)
-        return CudaTicket(mark, read, self._in_flight, samples_on_host)
+        return CudaTicket(mark, read, cancel, self._in_flight, samples_on_host)
+
+    def forget_launches(self) -> None:
+        """Forget the launches in flight and all graphs, after exchanges have ended with an error.
+
+        Graphs belong to the communicators of their exchanges.
+        """
+        for ticket in self._in_flight:
+            ticket.cancel()
+        self._in_flight.clear()
+        for executable in (self, *self._variants.values()):
+            executable._plans.clear()
+            executable._num_late_graphs = 0
 
     @device_errors
     def profile(self, batch: RaggedBatch) -> StepTimes:
@@ -483,8 +509,32 @@ class CudaExecutable:
     def add_adapter(self, adapter: Adapter) -> int:
         """Raises UnsupportedModelError for a weight that the model does not use."""
         low_rank = low_rank_part(adapter)
+        if len(low_rank) == len(adapter):
+            self._stream.catch_up()
+            return self._add(low_rank)
+        own = own_weights(self._traced, adapter, self._weights.tensors)
+        tensors = {own_name(name): tensor for name, tensor in own.items()}
+        return self.add_variant(with_own_weights(self._traced, own), tensors, low_rank)
+
+    @device_errors
+    def add_variant(
+        self,
+        program: Program,
+        own: Mapping[str, StoredTensor],
+        low_rank: Mapping[str, LowRank],
+    ) -> int:
+        """Add an adapter with weights of its `own`, which has this program, over the same KV,
+        adapters and sampler.
+        """
         self._stream.catch_up()
-        variant = self._variant(adapter) if len(low_rank) < len(adapter) else None
+        variant = copy(self)
+        variant._weights = self._weights.with_own(own)
+        variant._set_program(program)
+        variant._sampler = self._sampler
+        variant._plan(decoding(1))  # packs the weights
+        return self._add(low_rank, variant)
+
+    def _add(self, low_rank: Mapping[str, LowRank], variant: "CudaExecutable | None" = None) -> int:
         changed = self._adapters.changed
         number = self._adapters.add(low_rank)
         if variant or self._adapters.changed > changed:
@@ -506,18 +556,6 @@ class CudaExecutable:
         shapes += [prefill(rows, min(rows, max_logit_rows)) for rows in shape_rows(max_rows)]
         for shape in shapes:
             yield from self._lowered(shape._replace(has_adapters=True)).launches
-
-    def _variant(self, adapter: Adapter) -> "CudaExecutable":
-        """The program with the adapter's own weights, over the same KV, adapters and sampler."""
-        own = own_weights(self._traced, adapter, self._weights.tensors)
-        variant = copy(self)
-        variant._weights = self._weights.with_own(
-            {own_name(name): tensor for name, tensor in own.items()}
-        )
-        variant._set_program(with_own_weights(self._traced, own))
-        variant._sampler = self._sampler
-        variant._plan(decoding(1))  # packs the weights
-        return variant
 
     @device_errors
     def remove_adapter(self, number: int) -> None:

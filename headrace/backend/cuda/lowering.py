@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from headrace.backend.cuda import lowering_ranks
 from headrace.backend.cuda.adapters import Adapters
 from headrace.backend.cuda.device import DEVICE
+from headrace.backend.cuda.exchange import Transport
 from headrace.backend.cuda.kernels import elementwise, gather
 from headrace.backend.cuda.kernels.align_experts import (
     Aligned,
@@ -45,6 +47,7 @@ class Lowering:
     # rows routed to each expert, by the value id of the experts' output
     loads: dict[int, torch.Tensor]
     packed: torch.dtype  # Type that activations are multiplied in
+    transport: Transport | None = None  # Of one of several ranks
     launches: list[Launch] = field(default_factory=list)
     # Rows grouped by adapter, for each kind of rows
     _tiles: dict[str, Aligned] = field(default_factory=dict)
@@ -127,6 +130,53 @@ class Lowering:
             launches.append(product)
             first += weight.rows
         return launches
+
+    def experts(
+        self, op: moe.Experts, out: torch.Tensor, first: int, num_experts: int
+    ) -> list[Launch]:
+        """Products of each row with its experts: out[row * top_k + choice].
+
+        The op has experts from `first` on, of `num_experts`; no product of others is written.
+        """
+        x, routing, own_experts = self.value(op.x), self.value(op.routing), len(op.gate)
+        pairs, width = len(x) * op.top_k, op.down[0].cols
+        block_m = tile_rows(pairs, num_experts)
+        aligned = self.workspace.once(
+            f"aligned experts {len(x)} {op.top_k} {own_experts} {block_m}",
+            lambda: empty_aligned(len(x), op.top_k, own_experts, block_m, DEVICE),
+        )
+
+        gate_up, down = self.weights.stack([*op.gate, *op.up]), self.weights.stack(op.down)
+        hidden_type = torch.float32 if down.layout.is_wide else self.packed
+        hidden = self.workspace.take("expert hidden", pairs, width, hidden_type)
+        gate_up_bias, down_bias = (
+            self.weights.vectors(biases, [weight.cols for weight in biases]) if biases else None
+            for biases in ((*op.gate_bias, *op.up_bias), op.down_bias)
+        )
+        return [
+            *align_experts(aligned, routing, self.step.num_rows, self.loads[op.out.id], first),
+            expert_linear(
+                hidden,
+                x,
+                aligned,
+                gate_up,
+                own_experts,
+                op.top_k,
+                bias=gate_up_bias,
+                activation=op.activation,
+                activations=self.packed,
+            ),
+            expert_linear(
+                out,
+                hidden,
+                aligned,
+                down,
+                own_experts,
+                1,
+                bias=down_bias,
+                activations=self.packed,
+            ),
+        ]
 
     def _in_int8(
         self, launches: list[Launch], x: Value, weight: PackedWeight
@@ -309,47 +359,9 @@ def _route(s: Lowering, op: moe.Route) -> list[Launch]:
 
 
 def _experts(s: Lowering, op: moe.Experts) -> list[Launch]:
-    x, routing, num_experts, top_k = s.value(op.x), s.value(op.routing), len(op.gate), op.top_k
-    pairs, width = len(x) * top_k, op.down[0].cols
-    block_m = tile_rows(pairs, num_experts)
-    aligned = s.workspace.once(
-        f"aligned experts {len(x)} {top_k} {num_experts}",
-        lambda: empty_aligned(len(x), top_k, num_experts, block_m, DEVICE),
-    )
-
-    gate_up, down = s.weights.stack([*op.gate, *op.up]), s.weights.stack(op.down)
-    hidden_type = torch.float32 if down.layout.is_wide else s.packed
-    hidden = s.workspace.take("expert hidden", pairs, width, hidden_type)
-    pair_outputs = s.workspace.take("expert outputs", pairs, op.out.width)
-    gate_up_bias, down_bias = (
-        s.weights.vectors(biases, [weight.cols for weight in biases]) if biases else None
-        for biases in ((*op.gate_bias, *op.up_bias), op.down_bias)
-    )
-    return [
-        *align_experts(aligned, routing, s.step.num_rows, s.loads[op.out.id]),
-        expert_linear(
-            hidden,
-            x,
-            aligned,
-            gate_up,
-            num_experts,
-            top_k,
-            bias=gate_up_bias,
-            activation=op.activation,
-            activations=s.packed,
-        ),
-        expert_linear(
-            pair_outputs,
-            hidden,
-            aligned,
-            down,
-            num_experts,
-            1,
-            bias=down_bias,
-            activations=s.packed,
-        ),
-        combine(s.value(op.out), pair_outputs, routing),
-    ]
+    pairs = s.workspace.take("expert outputs", len(s.value(op.x)) * op.top_k, op.out.width)
+    launches = s.experts(op, pairs, 0, len(op.gate))
+    return [*launches, combine(s.value(op.out), pairs, s.value(op.routing))]
 
 
 LOWER: dict[type[Op], Callable[[Lowering, Any], list[Launch]]] = {
@@ -377,4 +389,5 @@ LOWER: dict[type[Op], Callable[[Lowering, Any], list[Launch]]] = {
     moe.Route: _route,
     moe.Experts: _experts,
     moe.GateRows: _gate_rows,
+    **lowering_ranks.LOWER,
 }

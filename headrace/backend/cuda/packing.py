@@ -66,6 +66,7 @@ class PackedWeight(NamedTuple):
     column_order: torch.Tensor | None = (
         None  # [cols] columns of activations in the order in which a row has them
     )
+    whole_rows: int = 0  # Rows of all ranks, if this is a rank's share; else 0
 
 
 def pack(tensors: Sequence[StoredTensor], layout: WeightLayout | None = None) -> PackedWeight:

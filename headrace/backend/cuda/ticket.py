@@ -92,10 +92,12 @@ class CudaTicket:
         self,
         mark: Mark,
         read: Callable[[], StepResult],
+        cancel: Callable[[], None],
         in_flight: "deque[CudaTicket]",
         samples_on_host: bool,
     ) -> None:
         self._mark, self._read, self._in_flight = mark, read, in_flight
+        self.cancel = cancel  # Instead of `wait`, if the results have no meaning
         self._result: StepResult | None = None
         self.samples_on_host = samples_on_host  # Whether the host samples some of the tokens
         in_flight.append(self)

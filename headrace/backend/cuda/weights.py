@@ -76,21 +76,17 @@ class Weights:
         return other
 
     def matrix(self, weight: Weight) -> PackedWeight:
-        return self._packed((weight.name,))
+        return self._packed([weight])
 
     def try_stack(self, weights: Sequence[Weight]) -> PackedWeight | None:
         """Matrices stacked by rows; None if they differ in layout."""
-        names = tuple(weight.name for weight in weights)
-        return self._packed(names) if can_stack([self.tensors[name] for name in names]) else None
+        tensors = [self.tensors[weight.name] for weight in weights]
+        return self._packed(weights) if can_stack(tensors) else None
 
     def stack(self, weights: Sequence[Weight]) -> PackedWeight:
         """Matrices stacked by rows, in float32 if they differ in layout."""
         try_stack = self.try_stack(weights)
-        return (
-            try_stack
-            if try_stack
-            else self._packed(tuple(weight.name for weight in weights), WeightLayout("f32"))
-        )
+        return try_stack if try_stack else self._packed(weights, WeightLayout("f32"))
 
     def vector(self, weight: Weight) -> torch.Tensor:  # [cols]
         return self.vectors([weight], [weight.cols])
@@ -110,7 +106,12 @@ class Weights:
             self._vectors[key] = torch.cat(parts)
         return self._vectors[key]
 
-    def _packed(self, names: tuple[str, ...], layout: WeightLayout | None = None) -> PackedWeight:
+    def _packed(
+        self, weights: Sequence[Weight], layout: WeightLayout | None = None
+    ) -> PackedWeight:
+        names = tuple(weight.name for weight in weights)
         if names not in self._matrices:
-            self._matrices[names] = pack([self.tensors[name] for name in names], layout)
+            packed = pack([self.tensors[name] for name in names], layout)
+            whole_rows = sum(weight.whole_rows or weight.rows for weight in weights)
+            self._matrices[names] = packed._replace(whole_rows=whole_rows)
         return self._matrices[names]

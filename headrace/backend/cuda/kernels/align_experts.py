@@ -130,17 +130,17 @@ def _fill_tiles(
     ends,
     first,
     last,
-    FIRST: tl.constexpr,
+    NAME: tl.constexpr,
     BLOCK_M: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Write the experts of some tiles, and their padding."""
+    """Write the experts of some tiles, numbered from NAME on, and their padding."""
     place = tl.arange(0, BLOCK_M)[None, :]
     for start in range(first, last, STEP):
         tile = start + tl.arange(0, STEP)
         is_tile = tile < last
         expert = tl.where(is_tile, tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), 1), 0)
-        tl.store(tile_experts + tile, expert + FIRST, is_tile)
+        tl.store(tile_experts + tile, expert + NAME, is_tile)
         # Pairs of the expert that lie in this tile or behind it: its tiles end at `ends`.
         tiles_of_expert = (tl.gather(total, expert, 0) + BLOCK_M - 1) // BLOCK_M
         left = (
@@ -168,6 +168,7 @@ def align_experts_kernel(
     tiles_each,  # of the tiles there may be, those that a program fills
     TOP_K: tl.constexpr,
     FIRST: tl.constexpr,
+    NAME: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     # whether there are counts of chunks: of a single one the program counts itself
@@ -197,7 +198,7 @@ def align_experts_kernel(
     tl.store(pairs + start + rank, pair, takes_part)
     all_tiles = tl.sum(tiles, 0)
     last = tl.minimum((chunk + 1) * tiles_each, all_tiles)
-    _fill_tiles(pairs, tile_experts, total, ends, chunk * tiles_each, last, FIRST, BLOCK_M, STEP)
+    _fill_tiles(pairs, tile_experts, total, ends, chunk * tiles_each, last, NAME, BLOCK_M, STEP)
     if chunk == 0:
         tl.store(num_tiles, all_tiles)
         if loads is not None:
@@ -216,6 +217,7 @@ def _align(
     num_experts: int,
     num_rows: Any,
     loads: Any | None,
+    name: int,
 ) -> list[Launch]:
     rows, num_chunks = len(numbers), len(to.counts)
     chunk = min(_CHUNK, power_of_2(rows * top_k, 16))
@@ -242,17 +244,22 @@ def _align(
         num_chunks,
         blocks(to.most_tiles, num_chunks),
     )
-    constants = constants | {"BLOCK_M": to.block_m, "COUNTED": num_chunks > 1, "STEP": 16}
+    constants = constants | {
+        **{"NAME": name, "BLOCK_M": to.block_m, "COUNTED": num_chunks > 1, "STEP": 16}
+    }
     return [*counted, Launch(align_experts_kernel, (num_chunks,), args, constants)]
 
 
-def align_experts(to: Aligned, routing: Any, num_rows: Any, loads: Any) -> list[Launch]:
+def align_experts(
+    to: Aligned, routing: Any, num_rows: Any, loads: Any, first: int = 0
+) -> list[Launch]:
     """Sort the pairs of the first rows into tiles, and add the number of each expert to `loads`.
 
+    Experts from `first` on take part, as many as there are loads; tiles number them from 0.
     `routing` is float32 [rows, 2 * top_k]; its first half are expert numbers. `num_rows` is int32
     [1], `loads` int64 [experts]. `to` is memory for as many rows as `routing` has.
     """
-    return _align(to, routing, routing.shape[1] // 2, 0, len(loads), num_rows, loads)
+    return _align(to, routing, routing.shape[1] // 2, first, len(loads), num_rows, loads, 0)
 
 
 def align_adapters(to: Aligned, adapters: Any, slots: int, num_rows: Any) -> list[Launch]:
@@ -261,7 +268,7 @@ def align_adapters(to: Aligned, adapters: Any, slots: int, num_rows: Any) -> lis
     `adapters` is int32 [rows] with numbers below `slots`; `to` is memory for these rows, with one
     choice of `slots + 1`.
     """
-    return _align(to, adapters[:, None], 1, -1, slots + 1, num_rows, None)
+    return _align(to, adapters[:, None], 1, -1, slots + 1, num_rows, None, -1)
 
 
 @triton.jit(do_not_specialize=["rows"])

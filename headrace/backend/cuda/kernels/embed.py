@@ -21,19 +21,22 @@ def embed(
     out: torch.Tensor,
     weight: PackedWeight,
     tokens: torch.Tensor,
-    source: torch.Tensor,
-    last_tokens: torch.Tensor,
+    source: torch.Tensor | None = None,
+    last_tokens: torch.Tensor | None = None,
+    *,
+    first: int = 0,
 ) -> Launch:
-    """Compute out[t] = weight[token of t], float32 [rows, cols].
+    """Compute out[t] = weight[token of t - first], float32 [rows, cols].
 
-    The token is `tokens[t]`, or `last_tokens[source[t]]` if `source` is not -1.
+    The token is `tokens[t]`, or `last_tokens[source[t]]` if `source` is not -1. Tokens that the
+    weight does not have get its first or last row.
     """
-    return _embed(out, weight, tokens, source, last_tokens)
+    return _embed(out, weight, tokens, source, last_tokens, first)
 
 
 def embed_position(out: torch.Tensor, weight: PackedWeight, positions: torch.Tensor) -> Launch:
     """Compute out[t] = weight[position of t]; positions are clipped to the last row."""
-    return _embed(out, weight, positions, None, positions)
+    return _embed(out, weight, positions, None, None, 0)
 
 
 def _embed(
@@ -41,14 +44,16 @@ def _embed(
     weight: PackedWeight,
     index: torch.Tensor,
     source: torch.Tensor | None,
-    last: torch.Tensor,
+    last: torch.Tensor | None,
+    first: int,
 ) -> Launch:
     block = power_of_2(min(weight.cols, 1024))
     return Launch(
         embed_kernel,
         (len(out), blocks(weight.cols, block)),
         (
-            *(out, index, index if source is None else source, last, *weight_args(weight)[:4]),
+            *(out, index, *(index if tensor is None else tensor for tensor in (source, last))),
+            *(*weight_args(weight)[:4], first),
             *(weight.rows, weight.cols, weight.layout.padded_cols(weight.cols), out.stride(0)),
         ),
         {
@@ -80,7 +85,8 @@ def _numbers(table, group, row, num_rows, NUMBER: tl.constexpr, GROUP: tl.conste
 
 @triton.jit
 def embed_kernel(
-    out, index, source, last, codes, scales, zeros, lookup, num_rows, columns, padded, out_stride,
+    out, index, source, last, codes, scales, zeros, lookup,
+    first, num_rows, columns, padded, out_stride,
     FORMAT: tl.constexpr, HAS_SOURCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of columns of one row."""
@@ -89,7 +95,7 @@ def embed_kernel(
     if HAS_SOURCE:
         drawn_by = tl.load(source + row)
         number = tl.where(drawn_by >= 0, tl.load(last + tl.maximum(drawn_by, 0)), number)
-    number = tl.minimum(number, num_rows - 1).to(tl.int64)
+    number = tl.minimum(tl.maximum(number - first, 0), num_rows - 1).to(tl.int64)
     inside = columns_of < columns
     k = tl.where(inside, columns_of, 0)
     part: tl.constexpr = FORMAT.tile // FORMAT.planes

@@ -40,7 +40,7 @@ def linear(
     num_outputs = weight.rows // 2 if gate else weight.rows
     codes, code_scales = quantised or (x, x)
     multiply_type = activations or x.dtype
-    splits = splits_for(weight.rows, weight.cols, weight.layout, multiply_type)
+    splits = splits_for(weight.whole_rows or weight.rows, weight.cols, weight.layout, multiply_type)
     tile = tile or tile_for(
         len(x),
         weight.rows,
