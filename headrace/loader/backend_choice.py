@@ -13,7 +13,7 @@ from headrace.config import EngineConfig
 from headrace.errors import MemoryLimitError, RequestError, UnsupportedModelError
 from headrace.loader.drafts import DraftCheckpoints, target_program
 from headrace.loader.memory import fit_context
-from headrace.parallel.config import mesh_of
+from headrace.parallel.config import mesh_of, ranks_of_host
 from headrace.planner import gpu
 from headrace.planner.gpu import GpuHost
 
@@ -109,14 +109,14 @@ def choose_backend(
 
     Raises RequestError if the configuration names a backend that cannot run here.
     """
+    ranks = ranks_of_host(mesh_of(config))
     if config.backend != "auto":
         if config.traits.on_gpu:
-            return check_gpu_backend(gpu.find_gpu_host())
+            return check_gpu_backend(gpu.find_gpu_host(), ranks)
         return BackendChoice(config.backend)
-    if mesh_of(config).ranks > 1:
-        return _cpu(gpu.find_gpu_host(), "several ranks run on the CPU")
 
-    choice = auto_backend(gpu.find_gpu_host())
+    host = gpu.find_gpu_host()
+    choice = auto_backend(host, ranks)
     if not traits_of(choice.backend).on_gpu:
         return choice
     on_gpu = replace(with_kv_dtype(config, checkpoint), backend=choice.backend)
@@ -124,20 +124,34 @@ def choose_backend(
     return BackendChoice("cpu", _unused_gpu(obstacle)) if obstacle else choice
 
 
-def auto_backend(host: GpuHost) -> BackendChoice:
+def auto_backend(host: GpuHost, ranks: int = 1) -> BackendChoice:
     """Return the backend that `auto` means on this machine, if the model fits in GPU memory."""
-    return _cpu(host, host.obstacle) if host.obstacle else BackendChoice("cuda")
+    obstacle = host.obstacle or _too_few_gpus(host, ranks)
+    return _cpu(host, obstacle) if obstacle else BackendChoice("cuda")
 
 
-def check_gpu_backend(host: GpuHost) -> BackendChoice:
+def _too_few_gpus(host: GpuHost, ranks: int) -> str:
+    count = host.gpu.count if host.gpu else 0
+    if ranks <= count:
+        return ""
+    return (
+        f"tensor_parallel_size x pipeline_parallel_size is {ranks} ranks on this machine, which "
+        f"has {count} GPU{'' if count == 1 else 's'}: lower these sizes to {count}, or choose "
+        "backend cpu"
+    )
+
+
+def check_gpu_backend(host: GpuHost, ranks: int = 1) -> BackendChoice:
     """Return the `cuda` backend, in Triton's interpreter if TRITON_INTERPRET is set.
+
+    Each of the `ranks` of this machine has a GPU of its own.
 
     Raises RequestError, which says what to do, if the backend cannot run on this
     machine.
     """
     if not host.interprets:
-        if host.obstacle:
-            raise RequestError(f"backend 'cuda' cannot run here: {host.obstacle}")
+        if obstacle := host.obstacle or _too_few_gpus(host, ranks):
+            raise RequestError(f"backend 'cuda' cannot run here: {obstacle}")
         return BackendChoice("cuda")
     if host.absent:
         raise RequestError(f"backend 'cuda' needs {' and '.join(host.absent)}; {gpu.INSTALL}")

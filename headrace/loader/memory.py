@@ -1,6 +1,8 @@
 """Divides the memory of the machine or its GPU between weights, runtime and KV."""
 
 from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from headrace.checkpoint.load import Checkpoint
@@ -9,6 +11,7 @@ from headrace.errors import MemoryLimitError
 from headrace.loader.drafts import DraftCheckpoints, model_program
 from headrace.loader.kv_size import KvUse, Memory, size_kv
 from headrace.parallel.config import is_multi_host, mesh_of, rank_programs
+from headrace.planner.gpu import free_memory_of
 from headrace.planner.host import available_memory
 from headrace.program.trace import Program
 from headrace.speculation.proposers.draft_model import max_rows
@@ -46,16 +49,20 @@ def draft_rows(config: EngineConfig, target: MaxRows) -> MaxRows:
     return MaxRows(rows, rows)
 
 
-def memory_for(config: EngineConfig, program: Program) -> Memory:
-    """Return the memory that the backend can use for a program lowered for it."""
+def memory_for(config: EngineConfig, program: Program, gpu: int = 0) -> Memory:
+    """Return the memory that the backend can use for a program lowered for it.
+
+    `gpu` is the number of the GPU on this machine.
+    """
     if config.traits.on_gpu:
         from headrace.backend.cuda.host_blocks import staging_bytes
         from headrace.backend.cuda.memory import free_memory, run_bytes
 
         free = free_memory()
         if free is not None:
-            assert program.logits
-            rows = step_rows(config, program.logits.width)
+            if gpu:
+                free = free_memory_of(gpu) or free
+            rows = step_rows(config, program.logits.width if program.logits else 1)
             runtime = run_bytes(program, config.kv_format, *rows)
             if config.kv_offload_bytes and config.prefix_cache:
                 block_size = config.traits.kv_block_size
@@ -75,9 +82,9 @@ def fit_memory(
 ) -> tuple[KvConfig, KvConfig | None]:
     """Return the KV sizes of the model and of its draft model, next to all weights.
 
-    Ranks of one machine share its memory. With ranks on several machines, this machine
-    must fit the largest rank. The function reads no weights. Raises MemoryLimitError if
-    they do not fit.
+    Ranks of one machine share its memory, and each has a GPU of its own, so there the rank with
+    the least room decides. With ranks on several machines, this machine must fit the largest
+    rank. The function reads no weights. Raises MemoryLimitError if they do not fit.
     """
     programs = rank_programs(config, program, checkpoint.tensors)
     block_size = config.traits.kv_block_size
@@ -87,19 +94,49 @@ def fit_memory(
 
     rank_weights = [shard.weight_bytes for shard in programs]
     uses = [KvUse(shard.kv_groups, config.max_rows) for shard in programs]
-    if is_multi_host(mesh_of(config)):
-        weights = max(rank_weights)
-        uses = [max(uses, key=kv_bytes)]
-    else:
-        weights = sum(rank_weights)
-    weights += drafts.weight_bytes(config.backend, checkpoint.spec)
+    draft_weights = drafts.weight_bytes(config.backend, checkpoint.spec)
+    draft_uses: list[KvUse] = []
+    draft_kv: KvConfig | None = None
     if drafts.draft:
         draft_groups = model_program(config, drafts.draft).kv_groups
-        uses.append(KvUse(draft_groups, max_rows(config.draft_depth)))
+        draft_uses.append(KvUse(draft_groups, max_rows(config.draft_depth)))
 
-    memory = memory_for(config, programs[0])
-    kv, *others = size_kv(uses, config, max_model_len, weights, memory, block_size)
+    mesh, memory = mesh_of(config), memory_for(config, programs[0])
+    if memory.on_gpu and mesh.ranks > 1:
+        kvs: list[KvConfig] = []
+        for rank, (use, weights) in enumerate(zip(uses, rank_weights, strict=True)):
+            gpu = 0 if is_multi_host(mesh) else rank
+            kv, *others = size_kv(
+                [use] if rank else [use, *draft_uses],  # rank 0 runs the draft model
+                config,
+                max_model_len,
+                weights if rank else weights + draft_weights,
+                memory_for(config, programs[rank], gpu) if rank else memory,
+                block_size,
+            )
+            draft_kv = draft_kv if rank else (others[0] if others else None)
+            kvs.append(kv)
+        return _fewest_blocks(kvs), draft_kv
+
+    if is_multi_host(mesh):
+        weights, uses = max(rank_weights), [max(uses, key=kv_bytes)]
+    else:
+        weights = sum(rank_weights)
+    kv, *others = size_kv(
+        [*uses, *draft_uses],
+        config,
+        max_model_len,
+        weights + draft_weights,
+        memory,
+        block_size,
+    )
     return kv, others[-1] if drafts.draft else None
+
+
+def _fewest_blocks(kvs: Sequence[KvConfig]) -> KvConfig:
+    """Return the KV size that fits on all ranks: they have equal block tables."""
+    blocks = zip(*(kv.num_blocks for kv in kvs), strict=True)
+    return replace(kvs[0], num_blocks=tuple(map(min, blocks)))
 
 
 def fit_context(

@@ -19,7 +19,7 @@ from headrace.errors import HeadraceError
 from headrace.loader.drafts import compile_draft_models, open_draft_checkpoints, target_program
 from headrace.loader.load import open_model
 from headrace.loader.options import engine_config
-from headrace.parallel.config import mesh_of
+from headrace.parallel.config import local_rank, mesh_of
 from headrace.parallel.hosts import EXIT_LOST
 from headrace.parallel.make_rank import make_rank, make_transport
 from headrace.parallel.process_groups import ProcessGroups
@@ -34,6 +34,10 @@ def open_rank(setup: dict[str, Any]) -> tuple[Rank[Any], ProcessGroups]:
     """Make the rank of a setup, with its draft programs attached. Raises as `load_model`."""
     config = engine_config(setup["config"])
     mesh = mesh_of(config)
+    if config.traits.on_gpu:
+        from headrace.backend.cuda.device import use_gpu
+
+        use_gpu(local_rank(mesh, setup["rank"]))
     checkpoint = open_model(setup["model"], config)
     rank_config = RankConfig(
         backend=config.backend,

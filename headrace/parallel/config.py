@@ -1,5 +1,6 @@
 """Mesh and threads of an `EngineConfig`. Importing this needs no torch."""
 
+import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 
@@ -23,8 +24,8 @@ def mesh_of(config: EngineConfig) -> Mesh:
     )
     if mesh.ranks > 1 and not config.traits.has_ranks:
         raise RequestError(
-            f"backend '{config.backend}' runs a single rank; choose backend 'cpu', or parallel "
-            "sizes of 1"
+            f"backend '{config.backend}' runs a single rank; choose backend cpu or cuda, or "
+            "parallel sizes of 1"
         )
     if mesh.ranks > 1 and find_spec("torch") is None:
         raise RequestError(
@@ -43,6 +44,16 @@ def rank_programs(
     mesh = mesh_of(config)
     shards = [mesh.program(program, rank) for rank in range(mesh.ranks)]
     return [lower_program(config.backend, shard, weights_of(shard, tensors)) for shard in shards]
+
+
+def ranks_of_host(mesh: Mesh) -> int:
+    """Return the number of ranks on this host, each with a GPU of its own."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_multi_host(mesh) else mesh.ranks
+
+
+def local_rank(mesh: Mesh, rank: int) -> int:
+    """Return the number of a rank among the ranks of its host: the index of its GPU."""
+    return int(os.environ.get("LOCAL_RANK", "0")) if is_multi_host(mesh) else rank
 
 
 def is_multi_host(mesh: Mesh) -> bool:

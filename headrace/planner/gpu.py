@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 from typing import Any
+from uuid import UUID
 
 from headrace.record import frozen
 
@@ -21,6 +22,7 @@ _PACKAGES = {_COMPILER: "gcc", _HEADER: "python3-dev"}
 """Debian packages."""
 _DRIVER_FILES = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg")
 _LIBRARY = "libcuda.so.1"
+_MANAGEMENT_LIBRARY = "libnvidia-ml.so.1"
 _MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76
 """Device attributes of the CUDA driver API (`CUdevice_attribute`)."""
 _MAX_NAME_BYTES = 256
@@ -35,6 +37,8 @@ class Gpu:
     multiprocessors: int
     cuda: tuple[int, int]
     """Newest CUDA version that the driver supports."""
+    count: int = 1
+    """GPUs that the driver lists. This one is the first."""
 
     @property
     def without_fp8(self) -> str:
@@ -195,7 +199,34 @@ def query_driver(library: Any) -> tuple[Gpu | None, str]:
         memory=memory.value,
         multiprocessors=multiprocessors,
         cuda=cuda,
+        count=count.value,
     ), ""
+
+
+def free_memory_of(index: int) -> int | None:
+    """Free bytes of a GPU, without a CUDA context on it; None if the driver does not say."""
+    from ctypes import CDLL
+
+    try:
+        return query_free_memory(CDLL(_LIBRARY), CDLL(_MANAGEMENT_LIBRARY), index)
+    except OSError:
+        return None
+
+
+def query_free_memory(driver: Any, management: Any, index: int) -> int | None:
+    """Free bytes of the driver's GPU `index`, by NVML, which may number GPUs in another order."""
+    from ctypes import byref, c_int, c_ubyte, c_uint64, c_void_p
+
+    device, uuid = c_int(), (c_ubyte * 16)()
+    handle, sizes = c_void_p(), (c_uint64 * 3)()  # total, free and used bytes
+    if driver.cuInit(0) or driver.cuDeviceGet(byref(device), index):
+        return None
+    if driver.cuDeviceGetUuid_v2(byref(uuid), device) or management.nvmlInit_v2():
+        return None
+    name = f"GPU-{UUID(bytes=bytes(uuid))}".encode()
+    if management.nvmlDeviceGetHandleByUUID(name, byref(handle)):
+        return None
+    return None if management.nvmlDeviceGetMemoryInfo(handle, byref(sizes)) else int(sizes[1])
 
 
 def _torch_cuda() -> str | None:

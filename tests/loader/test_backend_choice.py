@@ -36,14 +36,17 @@ def checkpoint(write_gguf: Any) -> Checkpoint:  # noqa: F811
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that simulates a machine with `free` bytes on its GPU."""
+    """Return a function that simulates a machine with free bytes on each of its GPUs."""
 
-    def make(host: GpuHost, free: int = 10**11) -> None:
+    def make(host: GpuHost, *free: int) -> None:
+        free_of = free or (10**11,) * (host.gpu.count if host.gpu else 1)
         monkeypatch.setattr("headrace.planner.gpu.find_gpu_host", lambda: host)
         monkeypatch.setattr(
             memory,
             "memory_for",
-            lambda config, program: Memory(free, 10**9, on_gpu=config.backend == "cuda"),
+            lambda config, program, gpu=0: Memory(
+                free_of[gpu], 10**9, on_gpu=config.backend == "cuda"
+            ),
         )
 
     return make
@@ -84,7 +87,12 @@ def test_backend_without_a_gpu_logs_nothing(
         ({"gpu": replace(H100, capability=(7, 5))}, {}, "compute capability 7.5"),
         ({"torch_cuda": None}, {}, "torch is a CPU build"),
         ({"interprets": True}, {}, "TRITON_INTERPRET is set"),
-        ({}, {"tensor_parallel_size": 2}, "several ranks run on the CPU"),
+        (
+            {},
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+            "tensor_parallel_size x pipeline_parallel_size is 4 ranks on this machine, which has "
+            "1 GPU: lower these sizes to 1, or choose backend cpu",
+        ),
         ({}, {"kv_dtype": "int4"}, "kv_dtype 'int4' is not supported on cuda"),
     ],
 )
@@ -115,14 +123,14 @@ def test_model_too_large_for_the_gpu_runs_on_the_cpu(
     weights = lower_program(
         "cuda", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors
     ).weight_bytes
-    on(READY, free=10**9 + weights)
+    on(READY, 10**9 + weights)
     backend, remark = chosen(checkpoint)
     assert (
         backend == "cpu"
         and f"{weights:,} bytes of weights" in remark
         and "are free on the GPU; the model is too large for this GPU" in remark
     )
-    on(READY, free=10**9 + weights + 10**6)
+    on(READY, 10**9 + weights + 10**6)
     assert chosen(checkpoint) == ("cuda", "")
     with pytest.raises(MemoryLimitError, match="free on the GPU; set max_model_len to"):
         memory.fit_memory(
@@ -132,6 +140,35 @@ def test_model_too_large_for_the_gpu_runs_on_the_cpu(
             choices.DraftCheckpoints(),
             2**20,
         )
+
+
+def test_each_rank_has_a_gpu(on: Callable[..., None], checkpoint: Checkpoint) -> None:
+    """The rank with the least room decides how many blocks of KV all ranks have."""
+    two_gpus = replace(READY, gpu=replace(H100, count=2))
+    sizes = {"tensor_parallel_size": 2, "max_num_seqs": 60_000}
+    on(two_gpus)
+    assert chosen(checkpoint, **sizes) == ("cuda", "")
+    on(READY)
+    with pytest.raises(
+        RequestError,
+        match=r"^backend 'cuda' cannot run here: tensor_parallel_size x pipeline_parallel_size "
+        "is 2 ranks on this machine, which has 1 GPU: lower these sizes to 1, or choose "
+        "backend cpu$",
+    ):
+        chosen(checkpoint, backend="cuda", **sizes)
+
+    config = replace(engine_config({"backend": "cuda", **sizes}), kv_dtype="bf16")
+    program = trace_model(checkpoint.spec, checkpoint.tensors)
+
+    def blocks(*free: int) -> int:
+        on(two_gpus, *free)
+        kv, _ = memory.fit_memory(config, checkpoint, program, choices.DraftCheckpoints(), 64)
+        return kv.num_blocks[0]
+
+    much, little = 2 * 10**9, 10**9 + 10**8
+    assert blocks(much, much) > blocks(little, little) > 1
+    uneven = (blocks(much, little), blocks(little, much))  # ranks have other weights
+    assert min(uneven) == blocks(little, little) and max(uneven) < blocks(much, much)
 
 
 A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 85_000_000_000, 108, (12, 8))
@@ -175,7 +212,7 @@ def test_context_shrinks_to_the_memory_of_the_gpu(
     per_token = group.block_bytes("bf16", 64) // 64
 
     def config(tokens: int, **options: Any) -> EngineConfig:
-        on(READY, free=10**9 + program.weight_bytes + tokens * per_token)
+        on(READY, 10**9 + program.weight_bytes + tokens * per_token)
         return with_backend(engine_config({"backend": backend, **options}), checkpoint)
 
     assert config(2**20).max_model_len == 0 and not caplog.records
@@ -229,7 +266,7 @@ def test_named_gpu_backend_that_cannot_run_raises(
 
 def test_named_gpu_backend(on: Callable[..., None], checkpoint: Checkpoint) -> None:
     """A model that does not fit raises MemoryLimitError later, in `fit_memory`."""
-    on(READY, free=0)
+    on(READY, 0)
     assert chosen(checkpoint, backend="cuda") == ("cuda", "")
     on(replace(NONE, interprets=True))
     backend, remark = chosen(checkpoint, backend="cuda")

@@ -1,6 +1,7 @@
 """The GPU of a made-up driver, and the obstacles to its use."""
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,10 @@ class Driver:
         device._obj.value = 5
         return 0
 
+    def cuDeviceGetUuid_v2(self, uuid: Any, device: ctypes.c_int) -> int:
+        uuid._obj[:] = [device.value] * 16
+        return 0
+
     def cuDeviceGetName(self, name: Any, size: int, device: ctypes.c_int) -> int:
         name.value = H100.name.encode()
         return device.value - 5
@@ -54,6 +59,32 @@ class Driver:
 def test_gpu_of_a_driver() -> None:
     found, why = gpu.query_driver(Driver())
     assert found == H100 and not why and H100.isa == "sm_90"
+
+
+class Management:
+    """The functions of NVML that the planner calls."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:
+        handle._obj.value = 7
+        return self.code or uuid != b"GPU-05050505-0505-0505-0505-050505050505"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: ctypes.c_void_p, sizes: Any) -> int:
+        sizes._obj[:] = [85, 80 + (handle.value or 0), 5]
+        return 0
+
+
+def test_free_memory_of_a_gpu() -> None:
+    """NVML finds the GPU by the UUID that the driver gives."""
+    assert gpu.query_free_memory(Driver(count=2), Management(), 1) == 87
+    assert gpu.query_free_memory(Driver(code=3), Management(), 1) is None
+    assert gpu.query_free_memory(Driver(), Management(code=6), 1) is None
+    assert gpu.query_driver(Driver(count=2))[0] == replace(H100, count=2)
 
 
 def test_driver_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

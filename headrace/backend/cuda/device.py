@@ -9,6 +9,12 @@ from headrace.config import Activations
 DEVICE = torch.device("cpu" if is_interpreting() else "cuda")
 
 
+def use_gpu(index: int) -> None:
+    """Use a GPU of this machine, in the calling thread."""
+    if not is_interpreting():
+        torch.cuda.set_device(index)
+
+
 def multiprocessors() -> int:
     return 1 if is_interpreting() else architecture().multiprocessors
 

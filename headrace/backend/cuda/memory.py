@@ -10,10 +10,10 @@ from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.step_attention import num_partials, step_tiles
 from headrace.backend.cuda.step_shape import StepShape, prefill
-from headrace.backend.cuda.workspace import Buffers
+from headrace.backend.cuda.workspace import Buffers, Rows
 from headrace.backend_traits import KvDtype
 from headrace.errors import DeviceLostError, MemoryLimitError, RequestError
-from headrace.program import moe, ops
+from headrace.program import collective, moe, ops
 from headrace.program.trace import Program
 
 _P = ParamSpec("_P")
@@ -64,10 +64,25 @@ def run_bytes(program: Program, kv_dtype: KvDtype, max_rows: int, max_logit_rows
         if isinstance(op, moe.Experts)
     ]
     numbers = sum(values.values()) + shape.rows * (widest + max(experts, default=0))
-    numbers += _partial_numbers(program, kv_dtype, shape)
+    numbers += _partial_numbers(program, kv_dtype, shape) + _gathered_numbers(program, rows)
     if program.logits:
         numbers += shape.logit_rows * program.logits.width  # adjusted by penalties
     return _FIXED + 4 * numbers
+
+
+def _gathered_numbers(program: Program, rows: Rows) -> int:
+    """Numbers of the largest exchange between ranks, as it arrives."""
+    gathered = [0]
+    for op in program.ops:
+        match op:
+            case collective.AllGather():
+                widest = max(last - first for first, last in op.parts)
+                gathered.append(len(op.parts) * rows[op.out.rows] * widest)
+            case collective.OwnedRows() | collective.OwnedExperts():
+                gathered.append(len(op.parts) * rows[op.out.rows] * op.out.width)
+            case collective.ColumnsToRows() | collective.GatherShares():
+                gathered.append(rows[op.out.rows] * op.out.width)
+    return max(gathered)
 
 
 def _partial_numbers(program: Program, kv_dtype: KvDtype, shape: StepShape) -> int:

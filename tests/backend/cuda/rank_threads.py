@@ -133,7 +133,8 @@ class RankThreads:
 
         runs = [self._pool.submit(run, number) for number in range(len(self.ranks))]
         wait(runs)  # even if the first has failed
-        return [done.result() for done in runs][0]
+        results = [done.result() for done in runs]
+        return results[0]
 
     def close(self) -> None:
         self._pool.shutdown()

@@ -214,7 +214,7 @@ def test_memory_error_of_weights_and_kv(monkeypatch: pytest.MonkeyPatch) -> None
     spec, tensors = model(LLAMA)
     program = trace_model(spec, tensors)
 
-    def full(*args: Any) -> Any:
+    def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(cuda, "CudaExecutable", full)
