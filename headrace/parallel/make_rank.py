@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.backend_traits import traits_of
 from headrace.parallel.process_groups import ProcessGroups
 from headrace.parallel.rank import Rank, RankConfig
 from headrace.program.trace import Program
@@ -10,7 +11,7 @@ from headrace.quant.formats import StoredTensor
 
 
 def make_transport(config: RankConfig) -> ProcessGroups:
-    if config.backend == "cuda":
+    if traits_of(config.backend).on_gpu:
         from headrace.parallel.device_transport import DeviceTransport
 
         return DeviceTransport(config.mesh, config.rank)
