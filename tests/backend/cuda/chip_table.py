@@ -1,4 +1,4 @@
-"""The table of kernels in docs/internals/gpu-measured.md: what each needs on each kind of GPU.
+"""The table of kernels in docs/internals/gpu-others.md: what each needs on each kind of GPU.
 
 TRITON_INTERPRET=0 python -m tests.backend.cuda.compiling --table
 """
@@ -9,7 +9,7 @@ from typing import Any
 from headrace.backend.cuda.launch import Launch
 from tests.backend.cuda.compiling import CHIPS, Case, launches_of, line_of, pretend
 
-PAGE = Path(__file__).parents[3] / "docs/internals/gpu-measured.md"
+PAGE = Path(__file__).parents[3] / "docs/internals/gpu-others.md"
 BEGIN, END = "<!-- kernels -->\n", "<!-- end of kernels -->\n"
 CASES = (
     Case("8b", "BF16", rows=(1, 512)),

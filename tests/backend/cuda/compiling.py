@@ -7,7 +7,7 @@ launched, and tensors have no memory.
     TRITON_INTERPRET=0 python -m tests.backend.cuda.compiling --table
 
 Prints a line of JSON for each kernel as it is compiled: its program, rows, constants, what it needs
-and which instructions it has. `--table` writes the table of docs/internals/gpu-measured.md
+and which instructions it has. `--table` writes the table of docs/internals/gpu-others.md
 instead.
 """
 
@@ -415,7 +415,7 @@ def main() -> None:
     parser.add_argument(
         "--chips", nargs="+", choices=CHIPS, default=["sm_90"], help="GPUs (default: sm_90)"
     )
-    parser.add_argument("--table", action="store_true", help="write docs/internals/gpu-measured.md")
+    parser.add_argument("--table", action="store_true", help="write docs/internals/gpu-others.md")
     args = parser.parse_args()
     if unknown := set(args.names) - {case.name for case in ALL}:
         parser.error(f"there is no {', '.join(unknown)}")
