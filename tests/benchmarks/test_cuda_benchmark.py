@@ -54,6 +54,13 @@ def test_cuda_tiles(tmp_path: Path) -> None:
     assert len(printed.splitlines()) == 3
 
 
+def test_cuda_library(tmp_path: Path) -> None:
+    """Sums, residuals and gates of the library's calls have the bits of our kernel."""
+    report, printed = run(CUDA / "library.py", tmp_path / "library.json", "--rounds", "1")
+    assert [one["differing"] for one in report["library"]] == [0, 0, 0]
+    assert len(printed.splitlines()) == 3
+
+
 def test_cuda_checks(tmp_path: Path) -> None:
     report, printed = run(CUDA / "checks.py", tmp_path / "checks.json")
     assert len(report["checks"]) > 30 and all(check["holds"] for check in report["checks"])
