@@ -13,36 +13,36 @@ from headrace.kv.blocks import Table
 from headrace.kv.manager import Copy, KvManager, Tables
 
 
-class WrittenRows(NamedTuple):
-    """The places of the rows of a step, which are adjacent in each sequence."""
-
-    seqs: Ints  # [rows] index of the row's sequence
-    indices: Ints  # [rows] index of the row's slot in its sequence
-    row_start: Ints  # [sequences + 1] first row of each sequence
-
-    @classmethod
-    def of(cls, first: Ints, num_rows: list[int]) -> "WrittenRows":
-        """The rows of sequences that write `num_rows` slots from `first` on, both [sequences]."""
-        num_seqs, total = len(num_rows), sum(num_rows)
-        if total == num_seqs:  # the usual case: each sequence has one row
-            row_start = np.arange(num_seqs + 1, dtype=np.int32)
-            return cls(row_start[:-1], first, row_start)
-        row_start = ints([0, *accumulate(num_rows)])
-        seqs = np.repeat(np.arange(num_seqs, dtype=np.int32), num_rows)
-        indices = np.arange(total, dtype=np.int32) + (first - row_start[:-1])[seqs]
-        return cls(seqs, indices, row_start)
-
-
-def kv_rows(tables: Sequence[Tables], rows: WrittenRows, block_size: int) -> tuple[KvRows, ...]:
-    """The slots and the block table of each KV group."""
-    blocks, offsets = np.divmod(rows.indices, np.int32(block_size))
-    arrays = [block_table(group_tables) for group_tables in zip(*tables, strict=True)]
+def kv_rows(
+    tables: Sequence[Tables], written: Sequence[range], block_size: int
+) -> tuple[KvRows, ...]:
+    """The slots and the block table of each KV group, for `written` positions."""
     return tuple(
         [
-            KvRows(array[rows.seqs, blocks] * np.int32(block_size) + offsets, array)
-            for array in arrays
+            KvRows(slots_of(group_tables, written, block_size), block_table(group_tables))
+            for group_tables in zip(*tables, strict=True)
         ]
     )
+
+
+def slots_of(tables: Sequence[Table], written: Sequence[range], block_size: int) -> Ints:
+    """The slots of the written positions, [rows].
+
+    NumPy would not be faster: after a step on a CPU its code has left the caches.
+    """
+    slots: list[int] = []
+    for table, indices in zip(tables, written, strict=True):
+        index, end = indices.start, indices.stop
+        while index < end:
+            offset = index % block_size
+            first = table[index // block_size] * block_size + offset
+            if index + 1 == end:
+                slots.append(first)
+                break
+            count = min(block_size - offset, end - index)
+            slots += range(first, first + count)
+            index += count
+    return ints(slots)
 
 
 def block_table(tables: Sequence[Table]) -> Ints:
@@ -73,19 +73,18 @@ class TokenRun(NamedTuple):
 
 def batch_of_runs(runs: Sequence[TokenRun], block_size: int, *, logits: bool) -> RaggedBatch:
     """A batch without drafts; with `logits`, the last row of each run has logits."""
-    context_len = ints([run.computed for run in runs])
-    num_rows = [len(run.tokens) for run in runs]
-    rows = WrittenRows.of(context_len, num_rows)
+    ends = list(accumulate(len(run.tokens) for run in runs))
+    written = [range(run.computed, run.computed + len(run.tokens)) for run in runs]
     return RaggedBatch(
         tokens=ints([token for run in runs for token in run.tokens]),
-        positions=rows.indices,
-        row_start=rows.row_start,
-        context_len=context_len,
-        scheduled_len=ints(num_rows),
-        kv=kv_rows([run.tables for run in runs], rows, block_size),
+        positions=ints([position for positions in written for position in positions]),
+        row_start=ints([0, *ends]),
+        context_len=ints([run.computed for run in runs]),
+        scheduled_len=ints([len(run.tokens) for run in runs]),
+        kv=kv_rows([run.tables for run in runs], written, block_size),
         ancestors=None,
-        logit_rows=rows.row_start[1:] - 1 if logits else ints([]),
-        seq_of=np.arange(len(runs), dtype=np.int32) if logits else ints([]),
+        logit_rows=ints([end - 1 for end in ends] if logits else []),
+        seq_of=ints(list(range(len(runs))) if logits else []),
     )
 
 

@@ -3,20 +3,19 @@
 import numpy as np
 import pytest
 
-from headrace.batch import Ints, ints
+from headrace.batch import Ints
 from headrace.kv.blocks import NULL_BLOCK, Table
 from headrace.kv.manager import Copy
-from headrace.kv.rows import TokenRun, WrittenRows, batch_of_runs, kv_rows, move_slots
+from headrace.kv.rows import TokenRun, batch_of_runs, kv_rows, move_slots, slots_of
 
 LONG, SHORT = (Table([5, 2]), Table([NULL_BLOCK, NULL_BLOCK, 4, 6], 2)), (Table([7]), Table([3]))
 """The tables of two sequences in two groups; the first has let go of two blocks in the second
 group.
 """
-ROWS = WrittenRows.of(ints([9, 0]), [3, 2])
 
 
 def test_slots_and_block_tables_of_each_group() -> None:
-    first, second = kv_rows([LONG, SHORT], ROWS, 6)
+    first, second = kv_rows([LONG, SHORT], [range(9, 12), range(0, 2)], 6)
     assert first.slots.tolist() == [2 * 6 + 3, 2 * 6 + 4, 2 * 6 + 5, 42, 43]
     assert second.slots.dtype == first.block_table.dtype == np.int32
     assert first.block_table.tolist() == [[5, 2], [7, 0]]
@@ -26,19 +25,18 @@ def test_slots_and_block_tables_of_each_group() -> None:
     ]  # released blocks have a number of the same table
 
 
-@pytest.mark.parametrize("num_rows", [[1, 1, 1], [1, 3, 2]])
-def test_places_of_rows(num_rows: list[int]) -> None:
-    rows = WrittenRows.of(ints([7, 0, 4]), num_rows)
-    places = [(0, 7), (1, 0), (1, 1), (1, 2), (2, 4), (2, 5)]
-    counted = [(seq, i) for seq, i in places if i - (7, 0, 4)[seq] < num_rows[seq]]
-    assert list(zip(rows.seqs.tolist(), rows.indices.tolist(), strict=True)) == counted
-    assert rows.row_start.tolist() == [0, *np.cumsum(num_rows)]
-    assert all(array.dtype == np.int32 for array in rows)
-
-
 def test_slots_after_released_blocks() -> None:
-    (rows,) = kv_rows([LONG[1:]], WrittenRows.of(ints([13]), [7]), 6)
+    (rows,) = kv_rows([LONG[1:]], [range(13, 20)], 6)
     assert rows.slots.tolist() == [25, 26, 27, 28, 29, 36, 37]
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4, 32])
+def test_slots_of_chunks_in_blocks_of_any_size(block_size: int) -> None:
+    table, chunks = Table(range(40, 0, -1)), [range(0, 1), range(2, 11), range(7, 8), range(11, 36)]
+    slots = slots_of([table] * len(chunks), chunks, block_size)
+    assert slots.tolist() == [
+        table[i // block_size] * block_size + i % block_size for chunk in chunks for i in chunk
+    ]
 
 
 def test_a_batch_of_runs() -> None:
@@ -52,7 +50,9 @@ def test_a_batch_of_runs() -> None:
         [3, 2],
     ]
     assert all(array.dtype == np.int32 for array in (*batch[:5], batch.logit_rows, batch.seq_of))
-    for found, wanted in zip(batch.kv, kv_rows([LONG, SHORT], ROWS, 6), strict=True):
+    for found, wanted in zip(
+        batch.kv, kv_rows([LONG, SHORT], [range(9, 12), range(0, 2)], 6), strict=True
+    ):
         assert (
             found.slots.tolist() == wanted.slots.tolist()
             and found.block_table.tolist() == wanted.block_table.tolist()
