@@ -95,6 +95,9 @@ struct SplitRecords {
   const uint8_t* values[kSplitBlocks];
 };
 
+// Bytes from a packed query to the next, unless one is longer.
+constexpr size_t kQueryDistance = (256 + 16) * 4;
+
 // One split of a context against up to max_queries query vectors. The maximum is that
 // of the scores over ln 2.
 struct AttendSplit {
@@ -154,9 +157,21 @@ struct NoiseStream {
 // While a matrix kernel multiplies blocks of so many rows, memory has time for what comes later:
 // so many lines for each group of columns.
 constexpr int kRowsToReadAheadFor = 10, kLinesAhead = 6;
+constexpr int kRowsToKeepSumsFor = 8;
 constexpr bool reads_ahead(Format f) {
   return is_grouped(f) && !is_table(f) && f != Format::kGrid && !is_sub16(unit_of(f).scales);
 }
+
+// What a matrix kernel does besides.
+struct Aside {
+  // What this thread reads later, or null. Kernels of `reads_ahead` fetch kLinesAhead lines of it
+  // for each group.
+  const uint8_t* later = nullptr;
+  // Room for the sums of the weights of each group, or null. Kernels of kRowsToKeepSumsFor rows for
+  // activations with an offset leave them there, or find them there if they are known.
+  float* sums = nullptr;
+  bool knows_sums = false;
+};
 
 struct Kernels {
   const char* name;
@@ -164,10 +179,8 @@ struct Kernels {
   int max_queries;  // query vectors of an AttendSplit
 
   // out[rows][16] = 16 weight rows times a block of activation rows.
-  // `later`: what this thread reads later, or null. Kernels of `reads_ahead` fetch kLinesAhead
-  // lines of it for each group.
   using Matmul = void (*)(const uint8_t* tile, const TileShape& shape, const uint8_t* block,
-                          float* out, const uint8_t* later);
+                          float* out, const Aside& aside);
   Matmul matmul[kNumModes][kNumFormats][16];  // [mode][format][rows - 1]
   Form form[kNumModes][kNumFormats];          // the activations that these kernels read
 

@@ -27,6 +27,9 @@ struct KvBf16 {
   static HR_INLINE void put_weights(Pair* weights, int token, Vf w) {
     store_pairs(weights + token / 2 * kPairStride, w);
   }
+  static HR_INLINE void put_weights(Pair* weights, int token, Vf w, Vf more) {
+    store_pairs(weights + token / 2 * kPairStride, w, more);
+  }
 };
 
 struct KvF32 {
@@ -53,6 +56,9 @@ struct KvF32 {
     return reinterpret_cast<const float*>(t.queries);
   }
   static HR_INLINE void put_weights(float* weights, int token, Vf w) { store(weights + token, w); }
+  static HR_INLINE void put_weights(float* weights, int token, Vf w, Vf more) {
+    store(weights + token, w), store(weights + token + 16, more);
+  }
 };
 
 struct KvF16 {
@@ -84,6 +90,9 @@ struct KvF16 {
   }
   static HR_INLINE const float* query(const AttendSplit& t) { return KvF32::query(t); }
   static HR_INLINE void put_weights(float* weights, int token, Vf w) { store(weights + token, w); }
+  static HR_INLINE void put_weights(float* weights, int token, Vf w, Vf more) {
+    store(weights + token, w), store(weights + token + 16, more);
+  }
 };
 
 // Scales and minima of 16 tokens: a number is code * scale + min.
@@ -273,20 +282,14 @@ HR_INLINE void score_queries(const AttendSplit& t, Lanes lanes, const typename K
   }
 }
 
-// Many short queries are copied to a distance that the compiler knows: it has no register
-// for the address of each.
+// Short queries lie at a distance that the compiler knows: it has no register for the address of
+// each.
 template <class Kv, int Num>
 HR_INLINE void score(const AttendSplit& t, Lanes lanes, float (*scores)[kSplitTokens]) {
-  using Query = typename Kv::Query;
-  constexpr int distance = 512 / sizeof(Query) * kPairStride;
-  const int numbers = t.shape.key_lines() * Kv::kKeyNumbers;
-  if (Num < 4 || numbers > distance)
-    return score_queries<Kv, Num>(t, lanes, Kv::query(t), t.query_stride / sizeof(Query), scores);
-  alignas(64) Query queries[Num][distance];
-  for (int n = 0; n < Num; n++)
-    memcpy(queries[n], Kv::query(t) + n * (t.query_stride / sizeof(Query)),
-           static_cast<size_t>(numbers) * sizeof(Query));
-  score_queries<Kv, Num>(t, lanes, queries[0], distance, scores);
+  constexpr size_t size = sizeof(typename Kv::Query);
+  if (Num < 4 || t.query_stride != kQueryDistance)
+    return score_queries<Kv, Num>(t, lanes, Kv::query(t), t.query_stride / size, scores);
+  score_queries<Kv, Num>(t, lanes, Kv::query(t), kQueryDistance / size, scores);
 }
 
 // scores[query][token] += factors . waves, for the lines with visible tokens.
@@ -372,7 +375,8 @@ HR_INLINE Vf top_scores(const AttendSplit& t, int n, Lanes lines, float* scores)
   const auto hide = [&](int i) {
     store(scores + i, keep_lanes(load(scores + i), seen.begin - i, seen.end - i, kNoMax));
   };
-  if (lines.begin < lines.end) hide(lines.begin), hide(lines.end - 16);
+  if (lines.begin < lines.end && seen.begin > lines.begin) hide(lines.begin);
+  if (lines.begin < lines.end && seen.end < lines.end) hide(lines.end - 16);
   Vf even = set1(kNoMax), odd = even;
   int i = lines.begin;
   for (; i + 32 <= lines.end; i += 32) {
@@ -388,16 +392,22 @@ HR_INLINE Vf top_scores(const AttendSplit& t, int n, Lanes lines, float* scores)
 template <class Kv, int Num>
 HR_INLINE void weights_of(const AttendSplit& t, int n, Lanes lines, Lanes all, float unit,
                           float high, float* scores, Weights<Kv, Num>& weights) {
-  const auto put = [&](int i, Vf w) {
+  const auto put = [&](int i, auto... w) {
     if constexpr (Kv::kIsQuantised)
-      store(scores + i, w);
+      KvF32::put_weights(scores, i, w...);
     else
-      Kv::put_weights(weights.numbers[n], i, w);
+      Kv::put_weights(weights.numbers[n], i, w...);
   };
+  const auto weight = [&](int i) { return exp2(fma(load(scores + i), set1(unit), set1(-high))); };
   Vf sum = zero();
-#pragma GCC unroll 2
-  for (int i = lines.begin; i < lines.end; i += 16) {
-    const Vf w = exp2(fma(load(scores + i), set1(unit), set1(-high)));
+  int i = lines.begin;
+  for (; i + 32 <= lines.end; i += 32) {
+    const Vf w = weight(i), more = weight(i + 16);
+    sum = add(add(sum, w), more);
+    put(i, w, more);
+  }
+  if (i < lines.end) {
+    const Vf w = weight(i);
     sum = add(sum, w);
     put(i, w);
   }
@@ -405,8 +415,21 @@ HR_INLINE void weights_of(const AttendSplit& t, int n, Lanes lines, Lanes all, f
   t.sum[n] = reduce_add(sum);
   if constexpr (Kv::kIsQuantised)
     return encode(t, n, lines, {all.begin & -16, all.end}, scores, weights);
-  for (int i = all.begin & -16; i < lines.begin; i += 16) put(i, zero());
-  for (int i = lines.end; i < all.end; i += 16) put(i, zero());
+  for (int k = all.begin & -16; k < lines.begin; k += 16) put(k, zero());
+  for (int k = lines.end; k < all.end; k += 16) put(k, zero());
+}
+
+// The highest number of each vector.
+template <int Num>
+HR_INLINE void highest_of_each(const Vf (&x)[Num], float* out) {
+  if constexpr (kReducesTogether && Num >= 4) {
+    Vf all[Num < 16 ? 16 : Num];
+#pragma GCC unroll 16
+    for (int n = 0; n < 16; n++) all[n] = x[n < Num ? n : 0];
+    store(out, reduce_max_each(all));
+  } else {
+    for (int n = 0; n < Num; n++) out[n] = reduce_max(x[n]);
+  }
 }
 
 // The softmax of all queries. First their maxima: each waits for itself, and the weights
@@ -416,11 +439,12 @@ HR_INLINE void softmax(const AttendSplit& t, Lanes all, float (*scores)[kSplitTo
                        Weights<Kv, Num>& weights) {
   const float unit = (t.softcap > 0 || t.slopes ? 1.0f : t.scale) * 1.44269504f;
   Vf tops[Num];
-  float highs[Num];
+  alignas(64) float highs[16];
   for (int n = 0; n < Num; n++) tops[n] = top_scores(t, n, lines_seen(t, n, all), scores[n]);
-  for (int n = 0; n < Num; n++) highs[n] = reduce_max(tops[n]) * unit;
+  highest_of_each(tops, highs);
   for (int n = 0; n < Num; n++)
-    weights_of<Kv, Num>(t, n, lines_seen(t, n, all), all, unit, highs[n], scores[n], weights);
+    weights_of<Kv, Num>(t, n, lines_seen(t, n, all), all, unit, highs[n] * unit, scores[n],
+                        weights);
 }
 
 // out[query][dims d .. d + 16 Lines) = weights @ V.

@@ -22,7 +22,6 @@ HR_INLINE Vf if_finite(Vf x, Vf y) { return fma(x, zero(), y); }
 // 2^t to 3e-6, 0 far below: a power of two times a polynomial in the remainder, the
 // best of its degree on [-1/2, 1/2] that is 1 at 0.
 HR_INLINE Vf exp2(Vf t) {
-  t = max(set1(-150.0f), t);
   const Vf n = round(t);
   return times_power_of_2(
       polynomial(sub(t, n), {9.5828548e-3f, 5.5906430e-2f, 2.4024099e-1f, 6.9312418e-1f, 1.0f}), n);

@@ -231,16 +231,24 @@ HR_INLINE void add_rows(Vf* acc, const W& w, const GroupScale<U.scales>& s, cons
 // without; in AVX2 it takes twice as long.)
 constexpr int kFetchAhead = 7168;
 
-// All rows of a block times a group, with their offsets if they have any.
+// All rows of a block times a group, with their offsets if they have any. `kept`: where the sums
+// of the weights lie, or are left, or null.
 template <Unit U, int Rows, bool Offset, class W>
 HR_INLINE void add_whole_group(Vf* acc, const W& w, const GroupScale<U.scales>& s,
-                               const uint8_t* block, const uint8_t* later = nullptr) {
+                               const uint8_t* block, const uint8_t* later = nullptr,
+                               float* kept = nullptr, bool is_kept = false) {
   if constexpr (kSumsBetweenDots && !is_sub16(U.scales) && Rows >= 4)
     add_rows_in_turns<U, Rows>(acc, w, s, block, later);
   else
     add_rows<U, Rows>(acc, w, s, block);
   if constexpr (Offset) {
-    const Vf sums = weight_sums<U>(w, s);
+    Vf sums;
+    if (Rows >= kRowsToKeepSumsFor && is_kept) {
+      sums = load(kept);
+    } else {
+      sums = weight_sums<U>(w, s);
+      if (Rows >= kRowsToKeepSumsFor && kept) store(kept, sums);
+    }
     const auto* offsets = reinterpret_cast<const float*>(block + q8_group_bytes(false) * Rows);
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; m++) acc[m] = fma(sums, set1(offsets[m]), acc[m]);
@@ -249,8 +257,10 @@ HR_INLINE void add_whole_group(Vf* acc, const W& w, const GroupScale<U.scales>& 
 
 template <Format F, int Rows, bool Offset>
 void matmul_grouped(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out,
-                    const uint8_t* later) {
+                    const Aside& aside) {
   constexpr Unit U = unit_of(F);
+  const uint8_t* later = aside.later;
+  float* kept = aside.sums;
   Vf acc[Rows];
 #pragma GCC unroll 16
   for (int m = 0; m < Rows; m++) acc[m] = zero();
@@ -261,8 +271,9 @@ void matmul_grouped(const uint8_t* tile, const TileShape& shape, const uint8_t* 
         for (int i = 0; i < share; i += 64) prefetch_l2(tile + g * share + kFetchAhead + i);
       }
       add_whole_group<U, Rows, Offset>(acc, group_codes<U>(tile, shape, g), group_scale<U>(tile, g),
-                                       block, later);
+                                       block, later, kept, aside.knows_sums);
       if (later) later += 64 * kLinesAhead;
+      if (kept) kept += kTileRows;
     }
   }
 #pragma GCC unroll 16
@@ -277,7 +288,7 @@ HR_INLINE void decode_grid(const uint8_t* blocks, const TileShape& shape, uint8_
 
 template <int Rows, bool Offset>
 void matmul_grid(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out,
-                 const uint8_t*) {
+                 const Aside&) {
   constexpr Unit U = unit_of(Format::kGrid);
   alignas(64) uint8_t unit[U.bytes()];
   const int bytes = kTileRows * shape.grid->block_bytes;
@@ -306,7 +317,7 @@ void matmul_grid(const uint8_t* tile, const TileShape& shape, const uint8_t* blo
 // into L2, and with 8 rows or more from there into L1.
 template <int Rows>
 void matmul_i8_row(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out,
-                   const uint8_t*) {
+                   const Aside&) {
   constexpr int turns = Rows >= 3 || kMaxRows < 16 ? 1 : 4 / Rows;
   const auto* scales = reinterpret_cast<const float*>(block);
   const auto* zero_sums = reinterpret_cast<const int32_t*>(scales + Rows);
@@ -343,9 +354,9 @@ void matmul_i8_row(const uint8_t* tile, const TileShape& shape, const uint8_t* b
 // in the order of columns.
 template <int Rows>
 void matmul_i8_mixed(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out,
-                     const uint8_t* later) {
+                     const Aside& aside) {
   const auto* outliers = reinterpret_cast<const Outliers*>(block);
-  matmul_i8_row<Rows>(tile, shape, block + Rows * sizeof(Outliers), out, later);
+  matmul_i8_row<Rows>(tile, shape, block + Rows * sizeof(Outliers), out, aside);
   const auto* scales = reinterpret_cast<const float*>(tile + static_cast<size_t>(shape.units) *
                                                                  unit_bytes(Format::kI8Mixed));
   for (int m = 0; m < Rows; m++)
@@ -362,7 +373,7 @@ void matmul_i8_mixed(const uint8_t* tile, const TileShape& shape, const uint8_t*
 // float32.
 template <int Rows>
 void matmul_bf16(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out,
-                 const uint8_t*) {
+                 const Aside&) {
   Vf acc[Rows];
 #pragma GCC unroll 16
   for (int m = 0; m < Rows; m++) acc[m] = zero();
@@ -382,7 +393,7 @@ void matmul_bf16(const uint8_t* tile, const TileShape& shape, const uint8_t* blo
 // bf16.
 template <Format F, int Rows>
 void matmul_float(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out,
-                  const uint8_t*) {
+                  const Aside&) {
   Vf acc[Rows];
 #pragma GCC unroll 16
   for (int m = 0; m < Rows; m++) acc[m] = zero();

@@ -23,7 +23,7 @@ HR_INLINE GroupScale<Scales::kTable> table_scale(const uint8_t* tile, const Tile
 
 template <Format F, int Rows, bool Offset>
 void matmul_table(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out,
-                  const uint8_t*) {
+                  const Aside&) {
   constexpr Unit U = unit_of(F);
   constexpr int bytes = unit_bytes(F);
   Vf acc[Rows];

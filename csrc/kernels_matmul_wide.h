@@ -132,7 +132,7 @@ __attribute__((noinline)) void add_columns(const Columns& w, const float* x, flo
 
 template <Format F, int Rows>
 void matmul_wide(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out,
-                 const uint8_t*) {
+                 const Aside&) {
   const auto* x = reinterpret_cast<const float*>(block);
   const int groups = shape.units * unit_of(F).groups();
   if constexpr (Rows == 1) {
@@ -151,7 +151,7 @@ void matmul_wide(const uint8_t* tile, const TileShape& shape, const uint8_t* blo
 
 template <int Rows>
 void matmul_grid_wide(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out,
-                      const uint8_t*) {
+                      const Aside&) {
   constexpr Unit U = unit_of(Format::kGrid);
   alignas(64) uint8_t unit[U.bytes()];
   alignas(64) Columns w;

@@ -102,7 +102,7 @@ void pack_q8(const float* x, size_t stride, int count, int n, int columns, uint8
              int m) {
   // So many rows take less time together, though they take that of 16.
   constexpr int kWorthIt = 8;
-  if constexpr (kPacksTogether) {
+  if constexpr (kReducesTogether) {
     const float* row[16];
     for (int i = 0; i < 16; i++) row[i] = x + (i < count ? i : count - 1) * stride;
     for (; count >= kWorthIt && n >= kGroup; x += kGroup, n -= kGroup, columns -= kGroup) {

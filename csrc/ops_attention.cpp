@@ -63,7 +63,9 @@ class Attention : public Op {
  private:
   const KvCache& cache(const Plan& plan) const { return plan.kv(work_.group); }
   int num_queries(const AttentionItem& item) const { return item.rows() * work_.share; }
-  size_t query_stride() const { return (static_cast<size_t>(work_.shape.key_dim) + 16) * 4; }
+  size_t query_stride() const {
+    return std::max(kQueryDistance, (static_cast<size_t>(work_.shape.key_dim) + 16) * 4);
+  }
   int width() const { return work_.shape.value_columns(); }
 
   SplitRecords locate(const Plan& plan, const Step& step, const AttentionItem& item,

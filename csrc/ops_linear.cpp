@@ -22,25 +22,45 @@ int64_t groups_ahead(const Weight& w) {
   return reads_ahead(w.format) && !w.wide ? int64_t{w.tiles()} * (w.cols / kGroup) : 0;
 }
 
-// What a thread reads later (`KvAhead`).
-struct Later {
+// Sums of the weights of a tile, which its next blocks need too.
+thread_local std::vector<float> tile_sums;
+
+// What a thread does besides its products: it reads ahead (`KvAhead`), and keeps sums of weights.
+struct Beside {
   const Plan& plan;
   const Step& step;
   int thread;
 
-  const uint8_t* operator()(const Weight& w) const {
-    if (!groups_ahead(w)) return nullptr;
-    return plan.kv_ahead().next(plan, step, thread, w.cols / kGroup * kLinesAhead);
+  Aside operator()(const Weight& w, bool keeps_sums, bool knows_sums) const {
+    Aside aside;
+    if (groups_ahead(w))
+      aside.later = plan.kv_ahead().next(plan, step, thread, w.cols / kGroup * kLinesAhead);
+    if (keeps_sums && is_grouped(w.format) && !is_table(w.format)) {
+      const size_t sums = static_cast<size_t>(w.shape.units) * unit_columns(w.format) / 2;
+      if (tile_sums.size() < sums) tile_sums.resize(sums);
+      aside.sums = tile_sums.data(), aside.knows_sums = knows_sums;
+    }
+    return aside;
   }
+};
+
+// Which of the blocks that a thread multiplies a tile with comes now.
+struct Turn {
+  int number, count;
+
+  // Fewer blocks do not make up for the store.
+  bool keeps_sums(int rows) const { return count >= 4 && rows >= kRowsToKeepSumsFor; }
 };
 
 // Tile `t` of a weight times block `b` of its input: out[rows][16], plus the bias and
 // what the adapters of the rows add.
 void multiply(const Plan& plan, const Buffer& x, bool offset, const Blocks& blocks, int b,
-              int weight, int t, int bias, float* out, const Later& later) {
+              int weight, int t, int bias, float* out, const Beside& beside, Turn turn) {
   const Weight& w = plan.weight(weight);
+  const bool keeps = offset && turn.keeps_sums(blocks.rows(b)),
+             knows = turn.number && turn.keeps_sums(blocks.rows(b - 1));
   multiply(plan, w, t, offset, block_for(plan, x, offset, blocks, b, w), blocks.rows(b),
-           plan.vector(bias), out, later(w));
+           plan.vector(bias), out, beside(w, keeps, knows));
   plan.adapters().add_up(plan.kernels(), weight, t, blocks.first(b), blocks.rows(b), out);
 }
 
@@ -86,12 +106,13 @@ class TileItems {
 
   int count() const { return chunks_ * tiles_; }
 
-  // Calls f(tile, block) for all of the items.
+  // Calls f(tile, block, turn) for all of the items.
   template <class F>
   void each(int begin, int end, F&& f) const {
     for (int item = begin; item < end; item++) {
       const int chunk = item / tiles_;
-      for (int b = first_block(chunk); b < first_block(chunk + 1); b++) f(item % tiles_, b);
+      const int first = first_block(chunk), count = first_block(chunk + 1) - first;
+      for (int i = 0; i < count; i++) f(item % tiles_, first + i, Turn{i, count});
     }
   }
 
@@ -123,17 +144,17 @@ class Linear : public Op {
 
   void run(const Plan& plan, const Step& step, int begin, int end, int thread) override {
     const Buffer &x = plan.buffer(x_), &out = plan.buffer(out_);
-    const Later later{plan, step, thread};
+    const Beside beside{plan, step, thread};
     const int rows = plan.weight(weight_).rows;
     const Blocks& blocks = plan.blocks_of(x);
     alignas(64) float tile[kMaxBlockRows * 16];
-    work(plan).each(begin, end, [&](int t, int b) {
+    work(plan).each(begin, end, [&](int t, int b, Turn turn) {
       const int n = std::min(16, rows - 16 * t), row = blocks.first(b);
       const float* residual = residual_ >= 0 ? plan.buffer(residual_).row(row) + 16 * t
                                              : nullptr;  // as wide as the output
       if (blocks.rows(b) >= kRowsToFetch)
         fetch(out.row(row) + 16 * t, residual, out.width, blocks.rows(b));
-      multiply(plan, x, offset_, blocks, b, weight_, t, bias_, tile, later);
+      multiply(plan, x, offset_, blocks, b, weight_, t, bias_, tile, beside, turn);
       plan.kernels().finish_tile(tile, blocks.rows(b), n, residual, out.width,
                                  out.row(row) + 16 * t, out.width);
     });
@@ -158,14 +179,14 @@ class TiledOp : public Op {
 
   void run(const Plan& plan, const Step& step, int begin, int end, int thread) override {
     const Buffer &x = plan.buffer(x_), &out = plan.buffer(out_);
-    const Later later{plan, step, thread};
+    const Beside beside{plan, step, thread};
     const Blocks& blocks = plan.blocks_of(x);
     alignas(64) float rows[kMaxBlockRows * kGroup];  // zeros beyond the width
-    work(plan).each(begin, end, [&](int pair, int b) {
+    work(plan).each(begin, end, [&](int pair, int b, Turn turn) {
       for (int half = 0; half < 2; half++) {
         const int t = 2 * pair + half;
         if (16 * t < out.width)
-          compute(plan, x, blocks, b, t, rows + 16 * half, later);
+          compute(plan, x, blocks, b, t, rows + 16 * half, beside, turn);
         else
           for (int m = 0; m < blocks.rows(b); m++)
             std::fill_n(rows + kGroup * m + 16 * half, 16, 0.0f);
@@ -177,7 +198,7 @@ class TiledOp : public Op {
  protected:
   // Tile t of the output for block b: rows[m][16], kGroup apart.
   virtual void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int t,
-                       float* rows, const Later& later) const = 0;
+                       float* rows, const Beside& beside, Turn turn) const = 0;
 
  private:
   TileItems work(const Plan& plan) const {
@@ -214,10 +235,10 @@ class GluLinear : public TiledOp {
 
  private:
   void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int t, float* rows,
-               const Later& later) const override {
+               const Beside& beside, Turn turn) const override {
     alignas(64) float g[kMaxBlockRows * 16], u[kMaxBlockRows * 16];
-    multiply(plan, x, false, blocks, b, gate_, t, gate_bias_, g, later);
-    multiply(plan, x, false, blocks, b, up_, t, up_bias_, u, later);
+    multiply(plan, x, false, blocks, b, gate_, t, gate_bias_, g, beside, turn);
+    multiply(plan, x, false, blocks, b, up_, t, up_bias_, u, beside, turn);
     plan.kernels().glu_tile[static_cast<int>(activation_)](g, u, blocks.rows(b), rows, kGroup);
   }
 
@@ -234,9 +255,9 @@ class LinearActivate : public TiledOp {
 
  private:
   void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int t, float* rows,
-               const Later& later) const override {
+               const Beside& beside, Turn turn) const override {
     alignas(64) float tile[kMaxBlockRows * 16];
-    multiply(plan, x, false, blocks, b, weight_, t, bias_, tile, later);
+    multiply(plan, x, false, blocks, b, weight_, t, bias_, tile, beside, turn);
     plan.kernels().activate_tile[static_cast<int>(activation_)](tile, blocks.rows(b), rows, kGroup);
   }
 
@@ -258,11 +279,11 @@ class QkvRopeWrite : public Op {
   }
 
   void run(const Plan& plan, const Step& step, int begin, int end, int thread) override {
-    const Later later{plan, step, thread};
+    const Beside beside{plan, step, thread};
     const Buffer& x = plan.buffer(a_.x);
     const Blocks& blocks = plan.blocks_of(x);
     alignas(64) float tile[kMaxBlockRows * 16];
-    work(plan).each(begin, end, [&](int t, int b) {
+    work(plan).each(begin, end, [&](int t, int b, Turn turn) {
       int part = 0;
       while (t >= plan.weight(a_.weights[part]).tiles())
         t -= plan.weight(a_.weights[part++]).tiles();
@@ -274,7 +295,7 @@ class QkvRopeWrite : public Op {
       if (out && rows >= kRowsToFetch) fetch(out->row(row) + 16 * t, nullptr, out->width, rows);
       Places places;
       const bool together = !out && find(plan, step, part, row, rows, 16 * t, n, places);
-      multiply(plan, x, true, blocks, b, a_.weights[part], t, a_.biases[part], tile, later);
+      multiply(plan, x, true, blocks, b, a_.weights[part], t, a_.biases[part], tile, beside, turn);
       const bool rotated_to_out = part < 2 && out && n == 16;
       if (part < 2) {
         const Buffer& angles = plan.buffer(a_.angles);

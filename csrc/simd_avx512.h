@@ -13,7 +13,7 @@ using Vs = Vi;  // two 16-bit numbers in each lane
 constexpr int kMaxRows = 16;
 constexpr int kAccumulators = 24;  // vectors of sums that stay in registers
 constexpr int kLinesTogether = 1;
-constexpr bool kPacksTogether = true;  // 16 rows of activations
+constexpr bool kReducesTogether = true;  // 16 rows of activations
 constexpr bool kSumsBetweenDots = true;
 constexpr int kSumsTogether = 2;  // integer sums that go on in turns: a dot product waits for the
                                   // one before it in the same sum
@@ -267,6 +267,9 @@ HR_INLINE Vf dot_pair(Vf acc, Vb w, const Pair* x) {
 HR_INLINE void store_pairs(Pair* p, Vf x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                       reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
+}
+HR_INLINE void store_pairs(Pair* p, Vf x, Vf more) {
+  _mm512_storeu_si512(p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(more, x)));
 }
 HR_INLINE Vf dot_pair(Vf acc, Vb w, Vb x) {
   asm("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(w.v), "v"(x.v));

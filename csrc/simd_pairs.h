@@ -26,3 +26,4 @@ HR_INLINE void dot_lines(Vf (&sums)[Lines][N], const uint8_t* lines, const Pair*
   each<Lines>([&](int i) HR_INLINE_LAMBDA { dot_pairs(sums[i], lines + 64 * i, x, stride); });
 }
 HR_INLINE void store_pairs(Pair* p, Vf x) { store(p, x); }
+HR_INLINE void store_pairs(Pair* p, Vf x, Vf more) { store(p, x), store(p + 16, more); }

@@ -16,7 +16,7 @@ constexpr int kMaxRows = 4;
 constexpr int kAccumulators = 4;  // vectors of sums that stay in registers
 constexpr int kSumsTogether = 1;
 constexpr int kLinesTogether = 1;
-constexpr bool kPacksTogether = false;
+constexpr bool kReducesTogether = false;
 constexpr bool kSumsBetweenDots = false;
 constexpr int kRowsToFetchFor =
     1;  // from so many rows in a block, weights with scales by group are fetched ahead

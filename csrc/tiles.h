@@ -12,10 +12,10 @@ constexpr int kMaxBlockRows = 16;
 // Tile `t` of a weight times a block of `rows` activation rows: out[rows][16], plus the
 // bias unless that is null.
 inline void multiply(const Plan& plan, const Weight& w, int t, bool offset, const uint8_t* block,
-                     int rows, const float* bias, float* out, const uint8_t* later = nullptr) {
+                     int rows, const float* bias, float* out, const Aside& aside = {}) {
   const Kernels& k = plan.kernels();
   k.matmul[static_cast<int>(w.mode(offset))][static_cast<int>(w.format)][rows - 1](
-      w.tile(t), w.shape, block, out, later);
+      w.tile(t), w.shape, block, out, aside);
   if (!bias) return;
   for (int m = 0; m < rows; m++) k.add(out + 16 * m, bias + 16 * t, out + 16 * m, 16);
 }
