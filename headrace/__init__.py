@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from headrace.measure.bench import bench_latency, bench_throughput
     from headrace.measure.calibrate import calibrate
     from headrace.measure.evaluate import evaluate
+    from headrace.measure.plan import plan
     from headrace.measure.profile import profile
     from headrace.measure.selftest import selftest
     from headrace.measure.tune import tune
@@ -31,6 +32,7 @@ __all__ = [
     "bench_throughput",
     "calibrate",
     "evaluate",
+    "plan",
     "profile",
     "selftest",
     "tune",
@@ -50,6 +52,7 @@ _MODULES = {
     "bench_throughput": "measure.bench",
     "calibrate": "measure.calibrate",
     "evaluate": "measure.evaluate",
+    "plan": "measure.plan",
     "profile": "measure.profile",
     "selftest": "measure.selftest",
     "tune": "measure.tune",

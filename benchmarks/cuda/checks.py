@@ -32,9 +32,9 @@ from premises import cache_bandwidth, equal_bits
 from programs import BLOCK_SIZE, draws, executable_of, step_of
 from results import Results
 
-from headrace.backend.cuda import CudaExecutable
 from headrace.backend.cuda.compile_kernels import compile_kernels
 from headrace.backend.cuda.device import DEVICE
+from headrace.backend.cuda.executable import CudaExecutable
 from headrace.backend.cuda.kernels.linear import linear
 from headrace.backend.cuda.kernels.quantise_rows import quantise_rows
 from headrace.backend.cuda.launch import Launch

@@ -20,8 +20,8 @@ from programs import (
     weight_bytes,
 )
 
-from headrace.backend.cuda import CudaExecutable
 from headrace.backend.cuda.device import DEVICE
+from headrace.backend.cuda.executable import CudaExecutable
 from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.launch import Launch
 from headrace.backend.cuda.timing import seconds, synchronise

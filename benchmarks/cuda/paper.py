@@ -26,8 +26,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from costs import Context, arguments, label, launch_bytes, nbytes
 
-from headrace.backend.cuda import CudaExecutable
 from headrace.backend.cuda.architecture import H100
+from headrace.backend.cuda.executable import CudaExecutable
 from headrace.backend.cuda.launch import Launch
 from headrace.backend.cuda.step_shape import StepShape, decoding, prefill
 from headrace.backend_traits import KvDtype

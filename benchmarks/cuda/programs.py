@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from headrace import _native
-from headrace.backend.cuda import CudaExecutable
 from headrace.backend.cuda.compile_kernels import compile_kernels
 from headrace.backend.cuda.device import DEVICE
-from headrace.backend.cuda.executable import Plan
+from headrace.backend.cuda.executable import CudaExecutable, Plan
 from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.step_shape import StepShape, shape_of
 from headrace.backend.cuda.stream import make_stream

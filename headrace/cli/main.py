@@ -25,6 +25,7 @@ COMMANDS = {
     "rm": "remove a downloaded model",
     "ls": "list the downloaded models and the aliases",
     "show": "show the shape, the memory and the maximum speed of a model",
+    "plan": "predict memory, time and cost of a model on any machine",
     "profile": "profile prefill and decode op by op",
     "bench": "measure latency or throughput of a model",
     "eval": "evaluate the quality of a model and of its quantised formats",

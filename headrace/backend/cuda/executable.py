@@ -22,6 +22,7 @@ from headrace.backend.cuda.expert_loads import ExpertLoads
 from headrace.backend.cuda.host_blocks import CudaHostBlocks
 from headrace.backend.cuda.kv_store import KvStore
 from headrace.backend.cuda.launch import Launch
+from headrace.backend.cuda.lower import lower
 from headrace.backend.cuda.lowering import Lowering
 from headrace.backend.cuda.memory import device_errors
 from headrace.backend.cuda.plain_samples import PlainStep
@@ -38,7 +39,7 @@ from headrace.backend.cuda.step_shape import (
 )
 from headrace.backend.cuda.stream import Stream
 from headrace.backend.cuda.ticket import CudaTicket, HostArray, Slot, Slots
-from headrace.backend.cuda.weights import Weights, read_wide, sized
+from headrace.backend.cuda.weights import Weights, read_wide
 from headrace.backend.cuda.workspace import Buffers, Workspace
 from headrace.backend.variants import sequences_of
 from headrace.batch import Ints, RaggedBatch, StepTimes, part_of
@@ -53,7 +54,6 @@ from headrace.program.adapter import (
     own_weights,
     with_own_weights,
 )
-from headrace.program.fuse import fuse
 from headrace.program.op import Value
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
@@ -67,11 +67,6 @@ _MAX_LATE_GRAPHS = 64  # Each takes one or two megabytes
 # grows.
 _MIN_INTS = 1 << 20
 _POOLED = 2  # Index of pooled rows among the results of a program
-
-
-def lower(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
-    """Fuse the ops of a program and set the bytes of its weights on a GPU."""
-    return sized(fuse(program), weights)
 
 
 @dataclass

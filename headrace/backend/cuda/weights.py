@@ -3,7 +3,6 @@ their layouts are equal.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -11,29 +10,9 @@ from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.layout import WeightLayout, layout_of
 from headrace.backend.cuda.packing import PackedWeight, pack, pack_vector
 from headrace.program.fuse import LINEAR_OPS
-from headrace.program.op import Kind, Op, Weight
+from headrace.program.op import Op, Weight
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
-
-
-def sized(program: Program, tensors: Mapping[str, StoredTensor]) -> Program:
-    """The program with the bytes of its weights on a GPU."""
-    matrices = {
-        w.name: layout_of(tensors[w.name]).nbytes(w.rows, w.cols)
-        for op in program.ops
-        for w in op.matrices()
-    }
-    vectors = {
-        w.name: 4 * w.cols for op in program.ops for w in op.vectors() if w.name not in matrices
-    }
-    kinds: dict[str, Kind] = {
-        name: "f32" if layout_of(tensors[name]).is_wide else "bf16" for name in matrices
-    }
-    new = {
-        name: replace(program.weights[name], nbytes=nbytes, kind=kinds.get(name, "f32"))
-        for name, nbytes in (matrices | vectors).items()
-    }
-    return program.with_weights(new)
 
 
 def read_wide(program: Program, tensors: Mapping[str, StoredTensor]) -> set[int]:

@@ -27,7 +27,6 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from headrace.backend.cuda import CudaExecutable
 from headrace.backend.cuda.architecture import (
     A100,
     B200,
@@ -37,6 +36,7 @@ from headrace.backend.cuda.architecture import (
     Architecture,
     set_architecture,
 )
+from headrace.backend.cuda.executable import CudaExecutable
 from headrace.backend.cuda.launch import Launch
 from headrace.backend.cuda.sampling_layout import SampleLayout
 from headrace.backend.cuda.step_shape import StepShape

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from headrace.backend.cuda import CudaExecutable
+from headrace.backend.cuda.executable import CudaExecutable
 from headrace.backend.cuda.stream import HostStream, Stream
 from headrace.batch import RaggedBatch
 from headrace.config import KvConfig

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.backend.cuda import CudaExecutable, compile, executable, ticket
+from headrace.backend.cuda import compile, executable, ticket
+from headrace.backend.cuda.executable import CudaExecutable
 from headrace.backend.cuda.launch import Launch
 from headrace.config import KvConfig
 from headrace.engine.engine import Engine

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.backend import host_block_counts
-from headrace.backend.cuda import CudaExecutable, host_blocks, memory
+from headrace.backend.cuda import host_blocks, memory
 from headrace.backend.cuda.device import DEVICE
+from headrace.backend.cuda.executable import CudaExecutable
 from headrace.backend.cuda.host_blocks import CudaHostBlocks, staging_bytes
 from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.kernels.speed import READ_BLOCK, multiply_add

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from headrace.backend import cuda
-from headrace.backend.cuda import CudaExecutable, memory
+from headrace.backend.cuda import memory
+from headrace.backend.cuda.executable import CudaExecutable
 from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.step_shape import StepShape
 from headrace.config import KvConfig

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace import _native
-from headrace.backend.cuda import CudaExecutable
+from headrace.backend.cuda.executable import CudaExecutable
 from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.stream import HostStream, Stream, make_stream
 from headrace.backend_traits import KvDtype

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.backend.cuda import CudaExecutable
+from headrace.backend.cuda.executable import CudaExecutable
 from headrace.backend.cuda.stream import HostStream
 from headrace.config import KvConfig
 from headrace.model import trace_model

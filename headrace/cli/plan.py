@@ -1,0 +1,253 @@
+"""Plan a model on a machine that need not be at hand: the memory that it takes, the time of its
+steps with what bounds each part, and what a million tokens cost.
+
+MODEL may be a `config.json`. No weight is read, and no GPU is needed. `--list` shows the machines.
+"""
+
+import argparse
+from typing import TYPE_CHECKING, get_args
+
+from headrace.backend_traits import KvDtype
+from headrace.cli.arguments import (
+    MAX_COUNT,
+    MAX_TOKENS,
+    add_json,
+    add_model,
+    number,
+    whole_number,
+)
+
+if TYPE_CHECKING:
+    from headrace.measure.plan import Plan, Times
+
+EXAMPLES = """\
+  headrace plan smollm2
+  headrace plan ./Llama-3.1-8B/config.json --on h100-sxm --format Q4_0 --batch 64
+  headrace plan ./Llama-3.1-70B/config.json --on a100-80 -tp 4 --why
+  headrace plan --list"""
+_MAX_RANKS = 1024
+_MAX_DEPTH = 64
+_MAX_PRICE = 10**6
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, optional=True)
+    add_json(parser)
+    parser.add_argument("--list", action="store_true", help="list of the known machines")
+    parser.add_argument("--why", action="store_true", help="arithmetic of each figure, and sources")
+    _add_machine(parser.add_argument_group("machine"))
+    _add_work(parser.add_argument_group("work"))
+
+
+def _add_machine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--on", default="this", metavar="NAME", help="name of a machine, or this (measured)"
+    )
+    ranks = whole_number(1, _MAX_RANKS)
+    group.add_argument(
+        "-tp", type=ranks, default=1, metavar="N", help="number of devices that share each matrix"
+    )
+    group.add_argument("-pp", type=ranks, default=1, metavar="N", help="number of pipeline stages")
+    group.add_argument(
+        "--price",
+        type=number(0, _MAX_PRICE),
+        metavar="D",
+        help="price of a device, in dollars per hour (default: the machine file's)",
+    )
+    group.add_argument(
+        "--format", metavar="TYPE", help="GGUF type of all matrices (default: the file's)"
+    )
+    group.add_argument(
+        "--kv-dtype",
+        choices=get_args(KvDtype),
+        default="bf16",
+        help="number format of the KV cache",
+    )
+
+
+def _add_work(group: argparse._ArgumentGroup) -> None:
+    tokens = whole_number(1, MAX_TOKENS)
+    group.add_argument(
+        "--prompt", type=tokens, default=512, metavar="N", help="length of a prompt, in tokens"
+    )
+    group.add_argument(
+        "--output", type=tokens, default=128, metavar="N", help="length of an output, in tokens"
+    )
+    group.add_argument(
+        "--context",
+        type=tokens,
+        metavar="N",
+        help="tokens that each sequence has room for (default: prompt and output)",
+    )
+    group.add_argument(
+        "--batch",
+        type=whole_number(1, MAX_COUNT),
+        default=1,
+        metavar="N",
+        help="number of sequences that decode together",
+    )
+    group.add_argument(
+        "--draft",
+        type=_draft,
+        default=(0, 0.0),
+        metavar="DEPTH:ACCEPTANCE",
+        help="draft tokens in a step, and the share of them that is accepted, such as 4:0.7",
+    )
+
+
+def _draft(text: str) -> tuple[int, float]:
+    depth, colon, acceptance = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not DEPTH:ACCEPTANCE, such as 4:0.7")
+    return whole_number(1, _MAX_DEPTH)(depth), number(0, 1)(acceptance)
+
+
+def run(args: argparse.Namespace) -> int:
+    from headrace.measure.plan import plan, plan_facts
+    from headrace.measure.table import print_json
+
+    if args.list:
+        _print_machines(args.json)
+        return 0
+    depth, acceptance = args.draft
+    found = plan(
+        args.model,
+        on=args.on,
+        tensor=args.tp,
+        pipeline=args.pp,
+        format=args.format,
+        kv_dtype=args.kv_dtype,
+        prompt=args.prompt,
+        output=args.output,
+        batch=args.batch,
+        context=args.context,
+        draft_depth=depth,
+        draft_acceptance=acceptance,
+    )
+    if args.json:
+        print_json(plan_facts(found, args.price))
+        return 0
+    _print(found, args.price)
+    if args.why:
+        _print_why(found)
+    return 0
+
+
+def _print_machines(as_json: bool) -> None:
+    from headrace.measure.table import print_json, print_table, size
+    from headrace.planner.machine_files import machine_names, read_machine
+
+    machines = [read_machine(name) for name in machine_names()]
+    if as_json:
+        print_json(
+            [
+                {
+                    "machine": machine.key,
+                    "name": machine.name,
+                    "memory": machine.memory.value,
+                    "bandwidth": machine.bandwidth.value,
+                    "rates": {kind: figure.value for kind, figure in machine.rates.items()},
+                    "price": machine.price.value if machine.price else None,
+                }
+                for machine in machines
+            ]
+        )
+        return
+    rows = [
+        [
+            machine.key,
+            machine.name,
+            size(machine.memory.value),
+            f"{machine.bandwidth.value / 1e9:,.0f} GB/s",
+            f"{machine.rates['bf16'].value / 1e12:,.1f}",
+            f"{machine.rates['int8'].value / 1e12:,.1f}",
+            f"{machine.price.value:.2f}" if machine.price else "-",
+        ]
+        for machine in machines
+    ]
+    headings = ["machine", "name", ">memory", ">bandwidth", ">bf16 TFLOPS", ">int8 TOPS", ">$/h"]
+    print_table(headings, rows)
+
+
+def _print(found: "Plan", price: float | None) -> None:
+    from headrace.measure.table import print_figures, size
+
+    place, fit, work = found.place, found.fit, found.workload
+    ranks = place.mesh.ranks
+    devices = f"{ranks} x {place.title}" if ranks > 1 else place.title
+    memory = {
+        "weights": f"{size(fit.weights)} in {found.format}",
+        "runtime": f"about {size(fit.to_run)}",
+        "left for KV": size(fit.kv_budget),
+        f"a sequence of {fit.context:,} tokens": f"{size(fit.kv_per_sequence)} of KV in "
+        f"{found.kv_dtype}",
+        "fitting sequences": f"{fit.sequences:,}",
+    }
+    each = " of each device" if ranks > 1 else ""
+    print_figures(f"Memory{each}: {size(fit.memory)} on {devices}", memory)
+    _print_times(f"Step of {work.batch:,} x 1 row at depth {work.depth:,}", found.decode)
+    _print_times(f"Step of a prompt of {work.prompt:,} tokens", found.prefill)
+
+    speed = {
+        "first token": f"{found.first_token * 1e3:,.1f} ms, alone",
+        "time per token": f"{found.per_token * 1e3:,.2f} ms",
+        "output": f"{found.tokens_per_second:,.0f} tokens/s",
+        "output per device": f"{found.tokens_per_second / ranks:,.0f} tokens/s",
+    }
+    if found.draft:
+        speed["drafts"] = (
+            f"{found.draft.tokens:.2f} tokens in a step, {found.draft.speedup:.2f} x the speed"
+        )
+    if costs := found.cost(price):
+        speed["a million tokens"] = f"{costs[0]:.3f} $ of prompt, {costs[1]:.3f} $ of output"
+    print_figures(f"Prediction, by kernels measured on {place.reaches.source}", speed)
+    if work.batch > fit.sequences:
+        print(f"The batch of {work.batch:,} does not fit: the KV of {fit.sequences:,} does.")
+
+
+def _print_times(title: str, times: "Times") -> None:
+    from headrace.measure.table import print_table
+
+    rows = [
+        [
+            part.part,
+            f"{part.calls:,}",
+            f"{part.seconds * 1e3:,.3f}",
+            f"{part.seconds / times.slowest:.0%}",
+            part.bound,
+        ]
+        for part in times.parts
+    ]
+    stages = f", the slowest of {len(times.stages)} stages" if len(times.stages) > 1 else ""
+    heading = f"{title}: {times.slowest * 1e3:,.2f} ms{stages}"
+    print_table(["part", ">calls", ">ms", ">share", "bound by"], rows, heading)
+    print()
+
+
+def _print_why(found: "Plan") -> None:
+    """Print each formula with its numbers."""
+    place, fit, work = found.place, found.fit, found.workload
+    machine, ranks = place.machine, place.mesh.ranks
+    rates = ", ".join(f"{rate / 1e12:,.2f} T in {kind}" for kind, rate in machine.rates.items())
+    print(f"roofs: {machine.bandwidth / 1e9:,.1f} GB/s; operations/s: {rates}")
+    print(
+        "time of an op = fixed time of a call + max(bytes / (bandwidth x its share), "
+        "operations / (rate x its share))"
+    )
+    for times, name in ((found.decode, "decode"), (found.prefill, "prefill")):
+        for part in times.parts:
+            print(
+                f"{name} {part.part}: {part.seconds * 1e3:.3f} ms = {part.launch * 1e3:.3f} of "
+                f"{part.calls:,} calls + {part.memory * 1e3:.3f} of memory + "
+                f"{part.arithmetic * 1e3:.3f} of arithmetic + {part.link * 1e3:.3f} of links"
+            )
+    print(
+        f"left for KV: {fit.memory:,} - {fit.weights:,} of weights - {fit.to_run:,} of runtime = "
+        f"{fit.kv_budget:,} bytes; / {fit.kv_per_sequence:,} a sequence = {fit.sequences:,}"
+    )
+    print(
+        f"output: {work.batch:,} sequences / {found.per_token * 1e3:.3f} ms = "
+        f"{found.tokens_per_second:,.1f} tokens/s on {ranks:,} devices"
+    )
+    for source in place.sources:
+        print(f"source: {source}")

@@ -1,0 +1,144 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.main import main
+from headrace.errors import MemoryLimitError, RequestError
+from headrace.measure.plan import plan, plan_facts
+from tests.planner.models import (
+    LLAMA_2_7B_CONFIG,
+    LLAMA_8B_CONFIG,
+    LLAMA_70B_CONFIG,
+    write_config,
+)
+
+
+@pytest.fixture
+def llama_8b(tmp_path: Path) -> str:
+    return str(write_config(tmp_path, LLAMA_8B_CONFIG))
+
+
+def test_memory_of_llama_2_7b(tmp_path: Path) -> None:
+    """13.5 GB of weights in 16 bits, and 2 GiB of KV for 4,096 tokens: 524,288 bytes each."""
+    model = str(write_config(tmp_path, LLAMA_2_7B_CONFIG))
+    found = plan(model, on="a100-40", context=4096)
+    assert found.fit.kv_per_sequence == 4096 * 524_288 == 2 << 30
+    assert found.fit.weights == pytest.approx(13.48e9, rel=0.001)
+    assert found.fit.sequences == found.fit.kv_budget // (2 << 30) == 11
+
+
+def test_ranks_share_weights_and_kv(llama_8b: str) -> None:
+    one, two = plan(llama_8b, on="h100-sxm"), plan(llama_8b, on="h100-sxm", tensor=2)
+    assert two.fit.weights == pytest.approx(one.fit.weights / 2, rel=0.04)
+    assert two.fit.kv_per_sequence == one.fit.kv_per_sequence / 2
+    assert one.per_token / 2 < two.per_token < one.per_token
+    assert any(part.bound == "link" for part in two.decode.parts)
+    assert not any(part.link for part in one.decode.parts)
+
+
+def test_stages_of_a_pipeline_take_turns(llama_8b: str) -> None:
+    """A token passes all stages; with as many steps in flight as stages, none waits."""
+    lone = plan(llama_8b, on="h100-sxm", pipeline=2)
+    assert len(lone.decode.stages) == 2
+    assert lone.per_token == pytest.approx(sum(lone.decode.stages))
+    full = plan(llama_8b, on="h100-sxm", pipeline=2, batch=64)
+    assert full.per_token == pytest.approx(2 * full.decode.slowest)
+
+
+def test_drafts_gain_the_expected_tokens(llama_8b: str) -> None:
+    """(1 - a^5) / (1 - a) tokens in a step with 4 drafts: 2.77 for a = 0.7."""
+    drafted = plan(llama_8b, on="l4", draft_depth=4, draft_acceptance=0.7)
+    plain = plan(llama_8b, on="l4")
+    assert drafted.draft and drafted.draft.tokens == pytest.approx(2.7731)
+    assert plain.per_token / drafted.per_token == pytest.approx(drafted.draft.speedup)
+    # Five rows read the weights once, so little is lost.
+    assert 0.9 * drafted.draft.tokens < drafted.draft.speedup <= drafted.draft.tokens
+
+
+def test_drafts_lose_if_rows_are_bound_by_arithmetic(llama_8b: str) -> None:
+    found = plan(llama_8b, on="h100-sxm", batch=512, draft_depth=8, draft_acceptance=0.3)
+    assert found.draft and found.draft.speedup < 1
+
+
+def test_cost(llama_8b: str) -> None:
+    found = plan(llama_8b, on="h100-sxm", tensor=2, batch=8)
+    costs = found.cost(price=3.6)
+    assert costs
+    # Two devices at 3.6 $/h are 0.002 $/s.
+    assert costs[1] == pytest.approx(2000 / found.tokens_per_second)
+    assert costs[0] == pytest.approx(2000 * found.first_token / 512)
+    assert plan(llama_8b, on="mi300x").cost() is None
+
+
+def test_a_long_prompt_runs_in_chunks(llama_8b: str) -> None:
+    short = plan(llama_8b, on="h100-sxm", prompt=2048)
+    long = plan(llama_8b, on="h100-sxm", prompt=8192)
+    assert 4 * short.first_token < long.first_token < 6 * short.first_token
+
+
+def test_this_machine(llama_8b: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace.planner import hardware
+    from headrace.planner.machine_files import read_machine
+
+    known = read_machine("zen4-server").machine()
+    monkeypatch.setattr(hardware, "this_machine", lambda: known)
+    monkeypatch.setattr("headrace.planner.host.available_memory", lambda: 64 << 30)
+    here, there = plan(llama_8b), plan(llama_8b, on="zen4-server")
+    assert here.per_token == there.per_token and here.fit.memory == 64 << 30
+    with pytest.raises(RequestError, match="'this' is one device"):
+        plan(llama_8b, tensor=2)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"on": "h1000"}, RequestError, "machine 'h1000' is unknown; did you mean"),
+        ({"format": "Q4_9"}, RequestError, "format 'Q4_9' is unknown; choose from"),
+        ({"context": 1 << 20}, RequestError, "exceeds the model's 131,072 tokens"),
+        ({"on": "raspberry-pi-5"}, MemoryLimitError, "do not fit in the 8,000,000,000 bytes"),
+        ({"on": "zen4-server", "kv_dtype": "fp8"}, RequestError, "'fp8' is not supported on cpu"),
+        ({"on": "zen4-server", "tensor": 2}, RequestError, "has no link to another"),
+    ],
+)
+def test_one_clear_error(
+    llama_8b: str, options: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        plan(llama_8b, **{"on": "h100-sxm", **options})  # type: ignore[arg-type]
+
+
+def test_a_large_model_asks_for_more_devices(tmp_path: Path) -> None:
+    model = str(write_config(tmp_path, LLAMA_70B_CONFIG))
+    with pytest.raises(MemoryLimitError, match="use more devices"):
+        plan(model, on="h100-sxm")
+    assert plan(model, on="h100-sxm", tensor=4).fit.sequences > 0
+
+
+def test_facts_are_json(llama_8b: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", llama_8b, "--on", "l4", "--format", "Q4_0", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts == json.loads(json.dumps(plan_facts(plan(llama_8b, on="l4", format="Q4_0"))))
+    assert sum(part["seconds"] for part in facts["decode"]["parts"]) == pytest.approx(
+        facts["per_token"]
+    )
+
+
+def test_the_table_and_its_arithmetic(llama_8b: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", llama_8b, "--on", "h100-sxm", "-tp", "2", "--draft", "4:0.7", "--why"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    for text in ("2 x NVIDIA H100 SXM", "exchanges", "2.77 tokens in a step", "source: NVIDIA"):
+        assert text in printed
+    assert main(["plan", "--list"]) == 0
+    assert "rtx-4090" in capsys.readouterr().out
+
+
+def test_no_torch_is_imported(llama_8b: str) -> None:
+    code = (
+        "import sys; from headrace.measure.plan import plan; "
+        f"plan({llama_8b!r}, on='h100-sxm', format='Q4_0'); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
