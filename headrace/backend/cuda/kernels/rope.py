@@ -31,9 +31,11 @@ def rope_kernel(
     other = tl.load(x + row * x_stride + (column ^ 1), rotated, 0.0)  # the other number of the pair
     angle = angles + row * angles_stride + in_head // 2
     cos, sin = tl.load(angle, rotated, 1.0), tl.load(angle + PAIRS, rotated, 0.0)
-    turned = v * cos + other * tl.where(in_head % 2 == 0, -sin, sin)
+    rotated_v = v * cos + other * tl.where(in_head % 2 == 0, -sin, sin)
     tl.store(
-        out + row * out_stride + column, tl.where(rotated, turned, v).to(out.dtype.element_ty), mask
+        out + row * out_stride + column,
+        tl.where(rotated, rotated_v, v).to(out.dtype.element_ty),
+        mask,
     )
 
 
