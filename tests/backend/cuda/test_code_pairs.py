@@ -15,7 +15,12 @@ from numpy.typing import NDArray
 
 from headrace.backend.cuda.architecture import H100
 from headrace.backend.cuda.interpreter import is_interpreting
-from headrace.backend.cuda.kernels import code_pairs, product, weight_format
+from headrace.backend.cuda.kernels import (
+    attention_load,
+    code_pairs,
+    product,
+    weight_format,
+)
 from headrace.backend.cuda.kernels.linear import linear
 from headrace.backend.cuda.kernels.weight_format import decoder_of
 from headrace.backend.cuda.layout import layout_of
@@ -78,10 +83,11 @@ def permuted(a: Words, b: Words, selector: np.uint32) -> Words:
     both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
     found = np.zeros(both.shape, np.uint32)
     for place in range(4):
-        byte = int(selector) >> 4 * place & 7
-        found |= (both >> np.uint64(8 * byte) & np.uint64(255)).astype(np.uint32) << np.uint32(
-            8 * place
-        )
+        byte, is_sign = int(selector) >> 4 * place & 7, int(selector) >> 4 * place & 8
+        bits = (both >> np.uint64(8 * byte) & np.uint64(255)).astype(np.uint32)
+        if is_sign:  # the highest bit of the byte, in all bits
+            bits = np.where(bits & np.uint32(128), np.uint32(255), np.uint32(0))
+        found |= bits << np.uint32(8 * place)
     return found
 
 
@@ -151,6 +157,26 @@ def test_small_floats() -> None:
         low, high = parts(numbers)
         assert np.array_equal(low, expected) and np.array_equal(high, np.roll(expected, 1))
         assert np.array_equal(np.signbit(low), np.signbit(expected))
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_planes_of_kv(name: str) -> None:
+    """The lower and the upper codes of two words, as `_plane` makes them in the interpreter."""
+    assembly = attention_load.INT8_PLANES if name == "int8" else attention_load.FP8_PLANES
+    found = carried_out(assembly, 2, registers_of(ALL_WORDS))
+    for place, numbers in enumerate(found):
+        codes = (ALL_WORDS >> np.uint32(8 * place) & np.uint32(255)).astype(np.uint8)
+        if name == "int8":
+            expected = (codes.astype(np.float32) - 128) / 64
+        else:
+            fp8 = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy()
+            expected = np.where(codes & 127 == 127, np.nan, fp8) * np.float32(2.0**-120)
+        is_number = ~np.isnan(expected)  # the store has no code that is none
+        low, high = parts(numbers)
+        for got, want in ((low, expected), (np.roll(high, -1), expected)):
+            got, want = got[is_number], want[is_number]
+            assert np.array_equal(got, want)
+            assert np.array_equal(np.signbit(got), np.signbit(want))
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,15 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _sums(planes, sums, COLS: tl.constexpr):
+    """Add the sums of all columns of queries to 16 equal columns."""
+    ones = tl.full((COLS, 16), 1.0, tl.float32).to(planes[0].dtype)
+    for i in tl.static_range(len(planes)):
+        sums = tl.dot(planes[i], ones, sums)
+    return sums
+
+
+@triton.jit
 def _attend_unit(
         unit, item, num_rows, q, q_stride, keys, key_scales, values, value_scales, rows, table,
     paths, slopes, plain_q, plain_stride, dims, biases, frequencies, waves,
@@ -59,7 +68,7 @@ def _attend_unit(
     row, head = (tl.load(item) + m // TILE_HEADS).to(tl.int64), kv_head * GROUP + in_group
     record = rows + row * _ROW_FIELDS
     index = tl.load(record + 2, valid, -1)  # the row's own, among the keys that it sees
-    query = load_queries(q, row, q_stride, head, valid, tl.arange(0, KEY_COLS), KEY_DIM, FORMAT)
+    query = load_queries(q, row, q_stride, head, valid, 0, KEY_COLS, KEY_DIM, FORMAT)
     more_query, slope, at_start, at_quarter = query, index, index, index
     query_sum = index
     if PAIRS:
@@ -67,16 +76,15 @@ def _attend_unit(
             plain_q, row, plain_stride, head, valid, dims, biases, kv_head, KEY_DIM, PAIRS
         )
     if MORE_KEY_COLS:
-        more_column = KEY_COLS + tl.arange(0, MORE_KEY_COLS)
-        more_query = load_queries(q, row, q_stride, head, valid, more_column, KEY_DIM, FORMAT)
+        more_query = load_queries(
+            q, row, q_stride, head, valid, KEY_COLS, MORE_KEY_COLS, KEY_DIM, FORMAT
+        )
     if HAS_SLOPES:
         slope = tl.load(slopes + head, valid, 0.0) * _LOG2_E
     if FORMAT == "int8":
-        ones = tl.full((KEY_COLS, 16), 1.0, tl.float32).to(query.dtype)
-        sums_of_query = tl.dot(query, ones)
+        sums_of_query = _sums(query, tl.zeros((ROWS, 16), tl.float32), KEY_COLS // 2)
         if MORE_KEY_COLS:
-            more_ones = tl.full((MORE_KEY_COLS, 16), 1.0, tl.float32).to(query.dtype)
-            sums_of_query = tl.dot(more_query, more_ones, sums_of_query)
+            sums_of_query = _sums(more_query, sums_of_query, MORE_KEY_COLS // 2)
         query_sum = column_of(sums_of_query, 0, False)
 
     first_key = end * 0  # of the keys in the window of a row of the tile
@@ -215,12 +223,12 @@ def summed_dim(op: Attention, store: KvStore) -> int:
     return op.value_dim
 
 
-def _key_columns(dim: int, least: int) -> tuple[int, int]:
-    """Powers of two that the key columns are loaded in, the first at least `least`: 576 is 512
-    and 64.
+def _key_columns(dim: int, least: int, fewest: int) -> tuple[int, int]:
+    """Powers of two that the key columns are loaded in, of at least `fewest`, the first at least
+    `least`: 576 is 512 and 64.
     """
-    whole = power_of_2(dim, 16)
-    first, more = whole // 2, power_of_2(dim - whole // 2, 16)
+    whole = power_of_2(dim, fewest)
+    first, more = whole // 2, power_of_2(dim - whole // 2, fewest)
     return (first, more) if least <= first and more < first else (whole, 0)
 
 
@@ -311,7 +319,10 @@ def _words(store: KvStore, layer: int) -> list[Any]:
 
 def _constants(op: Attention, store: KvStore) -> dict[str, Any]:
     dim = summed_dim(op, store)
-    columns, more = _key_columns(op.head_dim, power_of_2(dim, 16) if op.is_latent else 0)
+    # A product has at least 16 columns of a plane.
+    fewest = 32 if store.format in ("int8", "fp8") else 16
+    values = power_of_2(dim, fewest)
+    columns, more = _key_columns(op.head_dim, values if op.is_latent else 0, fewest)
     return {
         "NUM_HEADS": op.num_heads,
         "KV_HEADS": op.num_kv_heads,
@@ -319,7 +330,7 @@ def _constants(op: Attention, store: KvStore) -> dict[str, Any]:
         "VALUE_DIM": dim,
         "KEY_COLS": columns,
         "MORE_KEY_COLS": more,
-        "VALUE_COLS": columns if op.is_latent else power_of_2(dim, 16),
+        "VALUE_COLS": columns if op.is_latent else values,
         "BLOCK": store.block_size,
         "FORMAT": store.format,
         "HAS_PTX": architecture().has_ptx,

@@ -5,10 +5,12 @@ import triton.language as tl
 
 from headrace.backend.cuda.kernels.attention_bias import turned
 from headrace.backend.cuda.kernels.attention_load import (
+    FP8_HALF,
     block_place,
     load_scales,
     load_tile,
     path_places,
+    sum_factor,
 )
 from headrace.backend.cuda.kernels.attention_merge import factors
 
@@ -47,6 +49,14 @@ def _product(x, y, acc, IS_TURNED: tl.constexpr):
         return tl.dot(tl.trans(y), x, acc, input_precision="ieee")
     else:
         return tl.dot(x, y, acc, input_precision="ieee")
+
+
+@triton.jit
+def _products(queries, keys, products, IS_TURNED: tl.constexpr):
+    """Add products of the planes of queries and keys, one plane after the other."""
+    for i in tl.static_range(len(keys)):
+        products = _product(queries[i], tl.trans(keys[i]), products, IS_TURNED)
+    return products
 
 
 @triton.jit
@@ -102,17 +112,18 @@ def _key_products(
     KEY_DIM: tl.constexpr, KEY_COLS: tl.constexpr, MORE_KEY_COLS: tl.constexpr,
     FORMAT: tl.constexpr, HAS_PTX: tl.constexpr, SCORES: tl.constexpr, IS_TURNED: tl.constexpr,
 ):  # fmt: skip
-    """The first columns of a tile of keys, and the products of queries with all of its columns.
+    """The first columns of a tile of keys, in planes, and the products of queries with all of its
+    columns.
 
     Products with 8-bit codes come times their scales and a factor.
     """
-    key = load_tile(keys, first, at, seen, 0, KEY_COLS, KEY_DIM, FORMAT, HAS_PTX)
-    products = _product(query, tl.trans(key), tl.zeros(SCORES, tl.float32), IS_TURNED)
+    key = load_tile(keys, first, at, seen, 0, KEY_COLS, KEY_DIM, FORMAT, HAS_PTX, False)
+    products = _products(query, key, tl.zeros(SCORES, tl.float32), IS_TURNED)
     if MORE_KEY_COLS:
         more_key = load_tile(
-            keys, first, at, seen, KEY_COLS, MORE_KEY_COLS, KEY_DIM, FORMAT, HAS_PTX
+            keys, first, at, seen, KEY_COLS, MORE_KEY_COLS, KEY_DIM, FORMAT, HAS_PTX, False
         )
-        products = _product(more_query, tl.trans(more_key), products, IS_TURNED)
+        products = _products(more_query, more_key, products, IS_TURNED)
     if FORMAT == "int8" or FORMAT == "fp8":
         products = _scaled(products, scales, first, at, seen, query_sum, factor, FORMAT, IS_TURNED)
     return key, products
@@ -125,13 +136,13 @@ def _scaled(
 ):  # fmt: skip
     """Scale products with codes of keys, times a factor."""
     step, least = load_scales(scales, first, at, seen, True, FORMAT)
-    step, least = _by_key(step * factor, IS_TURNED), _by_key(least * factor, IS_TURNED)
+    step, least = step * factor, least * factor
+    of_sum = _by_key(step * sum_factor(FORMAT), IS_TURNED)
     if FORMAT == "int8":
-        middle = least + 128.0 * step
-        addend = _by_row(query_sum, IS_TURNED) * middle
-        return tl.fma(products, tl.broadcast_to(step, products.shape), addend)
+        addend = _by_row(query_sum, IS_TURNED) * _by_key(least + 128.0 * step, IS_TURNED)
+        return tl.fma(products, tl.broadcast_to(of_sum, products.shape), addend)
     else:
-        return products * step
+        return products * of_sum
 
 
 @triton.jit
@@ -180,14 +191,35 @@ def _summed(
     acc, weight, p, value, scales, first, at, seen,
     KEYS: tl.constexpr, FORMAT: tl.constexpr, TYPE: tl.constexpr, IS_TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Add the weighted values of a tile to `acc`, and weights to `weight`."""
+    """Add the weighted values of a tile to the planes of `acc`, and weights to `weight`."""
     step, least, of_values = p, p, p
     if FORMAT == "int8" or FORMAT == "fp8":
         step, least = load_scales(scales, first, at, seen, False, FORMAT)
-        of_values = p * _by_key(step, IS_TURNED)
+        of_values = p * _by_key(step * FP8_HALF if FORMAT == "fp8" else step, IS_TURNED)
     columns = _weight_columns(step, least, KEYS, FORMAT, TYPE)
-    acc = _product(of_values.to(TYPE), value, acc, IS_TURNED)
-    return acc, _product(p.to(TYPE), columns, weight, IS_TURNED)
+    weight = _product(p.to(TYPE), columns, weight, IS_TURNED)
+    of_values, sums = of_values.to(TYPE), ()
+    for i in tl.static_range(len(value)):
+        sums += (_product(of_values, value[i], acc[i], IS_TURNED),)  # type: ignore[assignment]
+    return sums, weight
+
+
+@triton.jit
+def _times(planes, factor):
+    """Multiply all planes."""
+    products = ()
+    for i in tl.static_range(len(planes)):
+        products += (planes[i] * factor,)  # type: ignore[assignment]
+    return products
+
+
+@triton.jit
+def _zeros(SHAPE: tl.constexpr, PLANES: tl.constexpr):
+    """Empty sums of each plane."""
+    planes = ()
+    for _ in tl.static_range(PLANES):
+        planes += (tl.zeros(SHAPE, tl.float32),)  # type: ignore[assignment]
+    return planes
 
 
 @triton.jit
@@ -196,15 +228,33 @@ def _with_split(
     FORMAT: tl.constexpr, IS_TURNED: tl.constexpr,
 ):  # fmt: skip
     """Add the sums of a split to the total of the splits before it."""
+    middle = weight
     if FORMAT == "int8":
         middle = column_of(weight, 1, IS_TURNED) + 128.0 * column_of(weight, 2, IS_TURNED)
-        acc = acc + _by_row(middle, IS_TURNED)
+        middle = _by_row(middle, IS_TURNED)
     total_most, before, now = factors(total_most, most)
     before, now = _by_row(before, IS_TURNED), _by_row(now, IS_TURNED)
     # Factors are powers of two, so that fusing a product with the sum rounds nothing else.
-    total = tl.fma(total, tl.broadcast_to(before, total.shape), acc * now)
+    totals = ()
+    for i in tl.static_range(len(acc)):
+        part = acc[i] * sum_factor(FORMAT)
+        if FORMAT == "int8":
+            part = part + middle
+        scaled = tl.fma(total[i], tl.broadcast_to(before, part.shape), part * now)
+        totals += (scaled,)  # type: ignore[assignment]
     total_weight = tl.fma(total_weight, tl.broadcast_to(before, total_weight.shape), weight * now)
-    return total, total_weight, total_most
+    return totals, total_weight, total_most
+
+
+@triton.jit
+def _joined(planes, IS_TURNED: tl.constexpr):
+    """All columns of results, [rows, columns]."""
+    first = tl.trans(planes[0]) if IS_TURNED else planes[0]
+    if len(planes) == 1:
+        return first
+    else:
+        second = tl.trans(planes[1]) if IS_TURNED else planes[1]
+        return tl.reshape(tl.join(first, second), (first.shape[0], 2 * first.shape[1]))
 
 
 @triton.jit
@@ -236,14 +286,17 @@ def attend(
     first_tile, stop_tile = begin * TILES, tl.minimum(stop * TILES, (end + KEYS - 1) // KEYS)
     num_tiles = _count_of(first_tile, stop_tile, sink_tiles, window_tile)
 
-    SUMS: tl.constexpr = [VALUE_COLS, ROWS] if IS_TURNED else [ROWS, VALUE_COLS]
+    PLANES: tl.constexpr = 2 if IS_CODE else 1
+    COLS: tl.constexpr = VALUE_COLS // PLANES
+    SUMS: tl.constexpr = [COLS, ROWS] if IS_TURNED else [ROWS, COLS]
     WEIGHTS: tl.constexpr = [16, ROWS] if IS_TURNED else [ROWS, 16]
     SCORES: tl.constexpr = [KEYS, ROWS] if IS_TURNED else [ROWS, KEYS]
-    acc, weight = tl.zeros(SUMS, tl.float32), tl.zeros(WEIGHTS, tl.float32)
+    acc, weight = _zeros(SUMS, PLANES), tl.zeros(WEIGHTS, tl.float32)
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total, total_weight, total_most = acc, weight, most
+    TYPE: tl.constexpr = query[0].dtype
     if IS_TURNED:
-        query, more_query = tl.trans(query), tl.trans(more_query)
+        query, more_query = _transposed(query), _transposed(more_query)
     turned_split, bias_factors, one_tile = first_tile * 0 - 1, at_start, tl.arange(0, KEYS)
     if PAIRS:
         wave_rows = waves + (kv_head * 2 * PAIRS + tl.arange(0, 2 * PAIRS))[:, None] * SPLIT
@@ -280,7 +333,7 @@ def attend(
             total, total_weight, total_most = _with_split(
                 total, total_weight, total_most, acc, weight, most, FORMAT, IS_TURNED
             )
-            acc = tl.zeros(SUMS, tl.float32)
+            acc = _zeros(SUMS, PLANES)
             weight = tl.zeros(WEIGHTS, tl.float32)
             most = tl.full((ROWS,), float("-inf"), tl.float32)
         tile_most = tl.max(scores, axis=0 if IS_TURNED else 1)
@@ -288,18 +341,29 @@ def attend(
         faded = _by_row(faded, IS_TURNED)
         p = _weights(scores, scale, most, IS_RAW, IS_TURNED)
         if IS_LATENT:
-            value = _finite(key) if MASKS_LATENT else key
+            value = (_finite(key[0]),) if MASKS_LATENT else key
         else:
-            value = load_tile(values, first, at, seen, 0, VALUE_COLS, VALUE_DIM, FORMAT, HAS_PTX)
+            value = load_tile(
+                values, first, at, seen, 0, VALUE_COLS, VALUE_DIM, FORMAT, HAS_PTX, IS_TURNED
+            )
         acc, weight = _summed(
-            acc * faded, weight * faded, p, value, value_scales, first, at, seen,
-            KEYS, FORMAT, query.dtype, IS_TURNED,
+            _times(acc, faded), weight * faded, p, value, value_scales, first, at, seen,
+            KEYS, FORMAT, TYPE, IS_TURNED,
         )  # fmt: skip
     total, total_weight, total_most = _with_split(
         total, total_weight, total_most, acc, weight, most, FORMAT, IS_TURNED
     )
     sum_of_weights = column_of(total_weight, 0, IS_TURNED)
-    return tl.trans(total) if IS_TURNED else total, sum_of_weights, total_most
+    return _joined(total, IS_TURNED), sum_of_weights, total_most
+
+
+@triton.jit
+def _transposed(planes):
+    """Transpose all planes."""
+    turned_planes = ()
+    for i in tl.static_range(len(planes)):
+        turned_planes += (tl.trans(planes[i]),)  # type: ignore[assignment]
+    return turned_planes
 
 
 @triton.jit

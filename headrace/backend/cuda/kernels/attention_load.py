@@ -5,16 +5,25 @@ import triton.language as tl
 
 
 @triton.jit
-def load_queries(q, row, stride, head, valid, column, DIM: tl.constexpr, FORMAT: tl.constexpr):
-    """Load queries in the type that keys are multiplied in."""
+def load_queries(
+    q, row, stride, head, valid, FIRST: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr,
+    FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Load columns of queries from `FIRST` on, in the planes and the type of keys."""
+    column = FIRST + tl.arange(0, COLS)
     mask = valid[:, None] & (column < DIM)[None, :]
     numbers = tl.load(q + (row * stride + head * DIM)[:, None] + column[None, :], mask, 0.0)
     if FORMAT == "f32":
-        return numbers
+        return (numbers,)
     elif FORMAT == "f16":
-        return numbers.to(tl.float16)
+        return (numbers.to(tl.float16),)
+    elif FORMAT == "bf16":
+        return (numbers.to(tl.bfloat16),)
     else:
-        return numbers.to(tl.bfloat16)
+        if FORMAT == "fp8":
+            numbers = numbers * FP8_HALF
+        even, odd = tl.split(tl.reshape(numbers, (row.shape[0], COLS // 2, 2)))
+        return even.to(tl.bfloat16), odd.to(tl.bfloat16)
 
 
 @triton.jit
@@ -44,93 +53,107 @@ def path_places(
 def load_tile(
         cache, first, at, seen,
         FIRST: tl.constexpr, COLS: tl.constexpr, DIM: tl.constexpr, FORMAT: tl.constexpr,
-    HAS_PTX: tl.constexpr,
+    HAS_PTX: tl.constexpr, IS_TURNED: tl.constexpr,
 ):  # fmt: skip
     """Load columns from `FIRST` on of the keys or values at `first + at`; zeros if they are not
     seen.
 
-    Codes come without their scale: bf16 has all digits of fp8 codes, and of int8 codes less 128.
-    Two codes are read as one word. The compiler would permute the columns of single bytes, but
-    only for some instructions.
+    8-bit codes come as two planes, of the even and the odd columns, and without their scales. If
+    the tile is `IS_TURNED`, which no bit depends on, words of two codes are transposed before they
+    are decoded: that takes one instruction for 8 words of a thread.
     """
     IS_CODE: tl.constexpr = FORMAT == "int8" or FORMAT == "fp8"
     PACK: tl.constexpr = 2 if IS_CODE else 1
-    column = FIRST // PACK + tl.arange(0, COLS // PACK)
-    mask = seen[:, None]
-    if FIRST + COLS > DIM:
-        mask = mask & (column < DIM // PACK)[None, :]
-    place = cache + first * (DIM // PACK)
-    numbers = tl.load(place + (at[:, None] * (DIM // PACK) + column[None, :]), mask, 0)
-    if IS_CODE:
-        words = numbers.to(tl.int32)
-        if HAS_PTX:
-            pair = _pair(words, FORMAT)
-            low, high = pair.to(tl.int16), (pair >> 16).to(tl.int16)
-            low, high = low.to(tl.bfloat16, bitcast=True), high.to(tl.bfloat16, bitcast=True)
+    column, place = FIRST // PACK + tl.arange(0, COLS // PACK), cache + first * (DIM // PACK)
+    if IS_CODE and IS_TURNED:
+        mask = seen[None, :]
+        if FIRST + COLS > DIM:
+            mask = mask & (column < DIM // PACK)[:, None]
+        words = tl.load(place + (at[None, :] * (DIM // PACK) + column[:, None]), mask, 0)
+        even, odd = _planes(words, FORMAT, HAS_PTX)
+        return tl.trans(even), tl.trans(odd)
+    else:
+        mask = seen[:, None]
+        if FIRST + COLS > DIM:
+            mask = mask & (column < DIM // PACK)[None, :]
+        numbers = tl.load(place + (at[:, None] * (DIM // PACK) + column[None, :]), mask, 0)
+        if IS_CODE:
+            return _planes(numbers, FORMAT, HAS_PTX)
         else:
-            low, high = _decoded(words & 0xFF, FORMAT), _decoded(words >> 8, FORMAT)
-        return tl.reshape(tl.join(low, high), (at.shape[0], COLS))
-    else:
-        return numbers
+            return (numbers,)
+
+
+FP8_HALF = tl.constexpr(2.0**60)
+"""What queries, and the weights of values, are multiplied by for fp8. Their sums are as much too
+small. All three are powers of two, so no bit changes.
+"""
+
+INT8_PLANES = tl.constexpr("""{
+    .reg .b32 m, n;
+    mov.b32 m, 0x7F007F00;
+    mov.b32 n, 0xC000C000;
+    and.b32 $0, $2, 0x00FF00FF;
+    prmt.b32 $1, $2, 0, 0x4341;
+    fma.rn.bf16x2 $0, $0, m, n;
+    fma.rn.bf16x2 $1, $1, m, n;
+}""")
+"""A code is the bits of a bf16 number of code * 2**-133: those up to 127 are less than normal
+numbers, and those from 128 on follow them in equal steps. Times 2**127, less 2.
+"""
+FP8_PLANES = tl.constexpr("""{
+    prmt.b32 $0, $2, 0, 0xA280;
+    prmt.b32 $1, $2, 0, 0xB391;
+    shl.b32 $0, $0, 4;
+    shl.b32 $1, $1, 4;
+    and.b32 $0, $0, 0x87F087F0;
+    and.b32 $1, $1, 0x87F087F0;
+}""")
+"""Exponent and digits of e4m3 get the places that bf16 has for them, and the sign its own: the
+number times 2**-120, `FP8_HALF` squared.
+"""
 
 
 @triton.jit
-def _decoded(code, FORMAT: tl.constexpr):
-    """Value of 8-bit codes, as bf16."""
-    if FORMAT == "int8":
-        return (code - 128).to(tl.float32).to(tl.bfloat16)
+def _planes(words, FORMAT: tl.constexpr, HAS_PTX: tl.constexpr):
+    """The lower and the upper codes of words as bf16: int8 codes less 128 over 64, or fp8 times
+    2**-120.
+    """
+    if not HAS_PTX:
+        words = words.to(tl.int32)
+        return _plane(words & 0xFF, FORMAT), _plane(words >> 8 & 0xFF, FORMAT)
+    elif FORMAT == "int8":
+        return tl.inline_asm_elementwise(
+            INT8_PLANES,
+            "=&r,=&r,r",
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
     else:
-        # Exponent and digits of e4m3 get the places that float32 has for them, for 2**-120 of
-        # the number.
-        bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
-        return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(tl.bfloat16)
+        return tl.inline_asm_elementwise(
+            FP8_PLANES,
+            "=&r,=&r,r",
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
 
 
 @triton.jit
-def _pair(word, FORMAT: tl.constexpr):
-    """Values of the two codes of a word as two bf16 in 32 bits, in 2 instructions a code."""
+def _plane(code, FORMAT: tl.constexpr):
     if FORMAT == "int8":
-        # 7 digits of a code are added to 128. Less 128 or 256, by the eighth, that is the code
-        # less 128.
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 s, a, b, c;
-            mov.b32 c, 0xBF80BF80;
-            prmt.b32 s, $1, 0, 0x4140;
-            lop3.b32 a, s, 0x007F007F, 0x43004300, 0xEA;
-            lop3.b32 b, s, 0x00800080, 0x43004300, 0xAE;
-            fma.rn.bf16x2 $0, b, c, a;
-            }
-            """,
-            "=r,r",
-            [word],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
+        return ((code - 128).to(tl.float32) * 0.015625).to(tl.bfloat16)
     else:
-        # Exponent and digits of e4m3 get the places that bf16 has for them, for 2**-120 of the
-        # number.
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 s, a, b, c;
-            mov.b32 b, 0x7B807B80;
-            mov.b32 c, 0x80008000;
-            prmt.b32 s, $1, 0, 0x1404;
-            shr.u32 a, s, 4;
-            and.b32 a, a, 0x07F007F0;
-            lop3.b32 a, s, 0x80008000, a, 0xEA;
-            fma.rn.bf16x2 $0, a, b, c;
-            }
-            """,
-            "=r,r",
-            [word],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
+        bits = (code & 0x7F) << 4 | (code & 0x80) << 8
+        return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def sum_factor(FORMAT: tl.constexpr):
+    """What sums over codes in planes are multiplied by."""
+    return 64.0 if FORMAT == "int8" else FP8_HALF if FORMAT == "fp8" else 1.0
 
 
 @triton.jit

@@ -65,22 +65,19 @@ def tiles_for(group: KvGroup, dtype: str, gpu: Architecture, is_prefill: bool) -
         programs=8 * count,
         num_warps=8 if is_large else 4,
         num_stages=3,
-        is_turned=is_narrow or not _sums_equally(min(dims), dtype, gpu),
+        is_turned=is_narrow or not _sums_equally(gpu),
         min_units=count,
     )
     return wide._replace(narrow=narrow)
 
 
-def _sums_equally(min_dim: int, dtype: str, gpu: Architecture) -> bool:
+def _sums_equally(gpu: Architecture) -> bool:
     """Whether products have the same bits if keys are the second operand, not the first.
 
     GPUs before and after Hopper have one instruction for small and large tiles. On Hopper both
-    instructions were measured: with an H100, they sum the same 16 numbers to the same bits. But
-    the compiler permutes the columns of 8-bit codes for the one of small tiles. B200 has an
-    instruction for large tiles that was not measured.
+    instructions were measured: with an H100, they sum the same 16 numbers to the same bits. B200
+    has an instruction for large tiles that was not measured.
     """
-    if gpu.has_wgmma:
-        return min_dim > 32 or dtype not in ("int8", "fp8")
     return gpu.capability[0] != 10
 
 
