@@ -28,7 +28,7 @@ import torch
 from figures import SMOKE as SMOKE_SIZES
 from figures import Sizes, copy_bandwidth
 from numpy.typing import NDArray
-from premises import cache_bandwidth, equal_bits
+from premises import cache_bandwidth, equal_bits, small_numbers
 from programs import BLOCK_SIZE, draws, executable_of, step_of
 from results import Results
 
@@ -126,6 +126,7 @@ Check = tuple[str, Callable[[], str]]
 def premises(smoke: bool) -> Iterator[tuple[str, str]]:
     """Compare instructions of tensor cores; print the bandwidths that figures are shares of."""
     yield from equal_bits(256 if smoke else 4096)
+    yield from small_numbers(256 if smoke else 4096)
     copied = copy_bandwidth(SMOKE_SIZES if smoke else Sizes()).value
     print(f"{copied:,.0f} GB/s copied", flush=True)
     for megabytes in (1,) if smoke else (8, 16, 32):

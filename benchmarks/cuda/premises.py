@@ -104,6 +104,23 @@ def equal_bits(size: int) -> Iterator[tuple[str, str]]:
             )
 
 
+def small_numbers(size: int) -> Iterator[tuple[str, str]]:
+    """Whether tensor cores keep bf16 numbers below the normal ones: fp8 KV has some."""
+    codes = torch.randint(-127, 128, (256, size), device=DEVICE).float()
+    x = torch.randint(-8, 9, (256, size), device=DEVICE).float()
+    usual, small = (torch.empty(256, 256, device=DEVICE) for _ in range(2))
+    for tile, first in product(_TILES, (False, True)):
+        large_x, small_codes = (x * 2.0**60).to(torch.bfloat16), (codes * 2.0**-133)
+        multiply(usual, x.to(torch.bfloat16), codes.to(torch.bfloat16), tile, first)()
+        multiply(small, large_x, small_codes.to(torch.bfloat16), tile, first)()
+        order = "second operand" if first else "first operand"
+        is_kept = torch.equal(small * 2.0**73, usual)
+        yield (
+            f"tensor cores: small numbers, rows as {order}, tile {tile[0]} x {tile[1]}",
+            "" if is_kept else "they are not kept",
+        )
+
+
 @triton.jit
 def read_again_kernel(x, out, count, ROUNDS: tl.constexpr, BLOCK: tl.constexpr):
     """Read `count` blocks ROUNDS times, each program with another one first."""

@@ -130,6 +130,7 @@ class StepAttention:
         )
         sums = workspace.take("partial sums", partials, op.num_heads * summed_dim(op, store))
         weights = workspace.take("partial weights", partials, 2 * op.num_heads)
+        arrivals = workspace.take("attention arrivals", len(q), op.num_heads, torch.int32)
         queries = q
         if store.uses_hadamard:
             queries = workspace.take("hadamard queries", len(q), q.shape[1])
@@ -151,7 +152,7 @@ class StepAttention:
             out,
             store,
             work,
-            Scratch(sums, weights, queries),
+            Scratch(sums, weights, arrivals, queries),
             tiles,
             slopes,
             sinks,

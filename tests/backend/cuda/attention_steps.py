@@ -30,6 +30,7 @@ from headrace.backend.cuda.kernels.attention_bias import KeyBias
 from headrace.backend.cuda.kernels.attention_tiles import Tiles, work_of
 from headrace.backend.cuda.kernels.kv_write import kv_write
 from headrace.backend.cuda.kv_store import KvStore
+from headrace.backend.cuda.launch import Launch
 from headrace.backend.reference.ops import Step
 from headrace.backend_traits import KvDtype
 from headrace.batch import RaggedBatch
@@ -150,6 +151,7 @@ class Device:
         self.forget(slice(None))
         self.slopes = on_device(self.op.slopes) if self.op.slopes else None
         self.sinks = on_device(sinks_of(layer)) if self.op.sinks else None
+        self.launches: list[Launch] = []  # of the last run
         self.key_bias: KeyBias | None = None
         if self.op.key_bias:
             self.key_bias = KeyBias.of(self.op, key_bias_of(layer), tiles.split)
@@ -194,7 +196,7 @@ class Device:
             dtype=torch.bfloat16 if packed else torch.float32,
             device=DEVICE,
         )
-        for launch in attention(
+        self.launches = attention(
             op,
             q,
             out,
@@ -205,8 +207,10 @@ class Device:
             self.slopes,
             self.sinks,
             self.key_bias,
-        ):
+        )
+        for launch in self.launches:
             launch()
+        assert not scratch.arrivals.any()  # the next launch counts from 0
         result = out.float().cpu().numpy()
         assert not result[len(batch.tokens) :].any()
         return result[: len(batch.tokens)]
@@ -237,6 +241,7 @@ class Device:
         )
         return Scratch(
             *(torch.full((size,), torch.nan, device=DEVICE) for size in sizes),
+            torch.zeros(num_rows * self.op.num_heads, dtype=torch.int32, device=DEVICE),
             torch.empty(num_rows, self.op.q.width, device=DEVICE),
         )
 

@@ -68,6 +68,8 @@ COMMON = {
     "block_size": st.sampled_from([4, 16, 32]),
     "seed": st.integers(0, 2**16),
 }
+BATCH = [list(range(40)) * 3], [([], [])], False
+"""A prompt of several splits."""
 WIDE = TILES._replace(rows=64, programs=2, min_units=2, narrow=TILES._replace(is_turned=True))
 
 
@@ -244,6 +246,15 @@ def test_splits_have_the_same_bits_in_one_item_or_many(dtype: KvFormat) -> None:
         results.append(device.run(batch_of([sequence], [[5]], [([1, 2, 3], [-1, -1, 0])], True)))
         sequence.computed = 0
     assert np.array_equal(*results)
+
+
+@pytest.mark.parametrize(("dtype", "number"), [("bf16", 1), ("fp8", 1), ("int8", 3)])
+def test_one_launch_attends_and_merges(dtype: KvFormat, number: int) -> None:
+    """Rotated KV takes a launch before, for queries, and one after, for results."""
+    layer = Layer(2, 2)
+    device = Device(layer, Rows.random(layer, 0), dtype, 9, 16)
+    device.run(batch_of([shuffled_sequences(np.random.default_rng(0), 1, 8, 16)[0]], *BATCH))
+    assert len(device.launches) == number
 
 
 @pytest.mark.parametrize("layer", [Layer(1, 35), Layer(1, 16, 576, 512, latent=True, scale=0.05)])

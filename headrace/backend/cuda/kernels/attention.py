@@ -17,7 +17,12 @@ from headrace.backend.cuda.attention_work import FIELDS, NO_TREE, ROW_FIELDS
 from headrace.backend.cuda.kernels.attention_bias import KeyBias, load_factors
 from headrace.backend.cuda.kernels.attention_keys import attend, column_of
 from headrace.backend.cuda.kernels.attention_load import load_queries
-from headrace.backend.cuda.kernels.attention_merge import finished, merge
+from headrace.backend.cuda.kernels.attention_merge import (
+    clear_rows_without_work,
+    finished,
+    merge,
+    merge_where_last,
+)
 from headrace.backend.cuda.kernels.attention_tiles import Tiles, head_tiles, rows_per_tile
 from headrace.backend.cuda.kernels.hadamard import log_size, transform_heads
 from headrace.backend.cuda.kv_store import KvStore
@@ -113,7 +118,7 @@ def _attend_unit(
             HAS_SOFTCAP, HAS_SLOPES, WINDOW, SINK_TOKENS, SPLIT, ROWS, KEYS, PAIRS,
             IS_TURNED, 1,
         )  # fmt: skip
-    _store_results(
+    return _store_results(
         total, weight_sum, most, record, ordinal, row, head, valid,
         sums, weights, out, out_stride, sinks,
         NUM_HEADS, VALUE_DIM, VALUE_COLS, HAS_SINKS, FINISHES,
@@ -127,7 +132,9 @@ def _store_results(
         NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_COLS: tl.constexpr,
     HAS_SINKS: tl.constexpr, FINISHES: tl.constexpr,
 ):  # fmt: skip
-    """Store the results of rows with one partial result, and the partial results of others."""
+    """Store the results of rows with one partial result, and the partial results of others; return
+    whether there are any.
+    """
     partials = tl.load(record + 1, valid, 0)
     is_partial = valid
     column = tl.arange(0, VALUE_COLS)[None, :]
@@ -145,13 +152,14 @@ def _store_results(
     tl.store(place, total, is_partial[:, None] & (column < VALUE_DIM))
     tl.store(weights + 2 * at, most, is_partial)
     tl.store(weights + 2 * at + 1, weight_sum, is_partial)
+    return tl.max(partials) > 1
 
 
 @triton.jit
 def attention_kernel(
         q, q_stride, keys, key_scales, values, value_scales, items, count, rows, table, paths,
     slopes, plain_q, plain_stride, dims, biases, frequencies, waves,
-    sums, weights, out, out_stride, sinks, scale, softcap,
+    sums, weights, arrivals, out, out_stride, num_all_rows, sinks, scale, softcap,
         NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     TILE_HEADS: tl.constexpr, FEWEST: tl.constexpr, MOST: tl.constexpr, PATHS: tl.constexpr,
         KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_COLS: tl.constexpr,
@@ -162,6 +170,7 @@ def attention_kernel(
     WINDOW: tl.constexpr, SINK_TOKENS: tl.constexpr,
     SPLIT: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, PAIRS: tl.constexpr, IS_TURNED: tl.constexpr, STAGES: tl.constexpr,
+    MERGE_HEADS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Take every n-th unit of the list: an item with a KV head, or with some of its query heads.
 
@@ -169,11 +178,14 @@ def attention_kernel(
     says which items gather their keys one by one: "none", draft "trees", or "all".
     """
     UNITS: tl.constexpr = KV_HEADS * HEAD_TILES
+    if FINISHES and FEWEST == 0:
+        clear_rows_without_work(rows, num_all_rows, out, out_stride, NUM_HEADS * VALUE_DIM, 1024)
+    is_partial = tl.program_id(0) < 0
     for unit in range(tl.program_id(0), tl.load(count) * UNITS, tl.num_programs(0)):
         item = items + unit // UNITS * _FIELDS
         num_rows = tl.load(item + 1)
         if FEWEST == 0 and MOST == _NO_TREE:  # noqa: SIM114 - known when compiled
-            _attend_unit(
+            is_partial |= _attend_unit(
                 unit, item, num_rows, q, q_stride, keys, key_scales, values, value_scales, rows,
                 table, paths, slopes, plain_q, plain_stride, dims, biases, frequencies, waves,
                 sums, weights, out, out_stride, sinks, scale, softcap,
@@ -184,7 +196,7 @@ def attention_kernel(
                 IS_TURNED, STAGES,
             )  # fmt: skip
         elif (num_rows >= FEWEST) & (num_rows <= MOST):
-            _attend_unit(
+            is_partial |= _attend_unit(
                 unit, item, num_rows, q, q_stride, keys, key_scales, values, value_scales, rows,
                 table, paths, slopes, plain_q, plain_stride, dims, biases, frequencies, waves,
                 sums, weights, out, out_stride, sinks, scale, softcap,
@@ -194,6 +206,12 @@ def attention_kernel(
                 HAS_SINKS, FINISHES, WINDOW, SINK_TOKENS, SPLIT, ROWS, KEYS, PAIRS,
                 IS_TURNED, STAGES,
             )  # fmt: skip
+    if FINISHES and is_partial:
+        merge_where_last(
+            items, count, rows, arrivals, sums, weights, sinks, out, out_stride,
+            FEWEST, MOST, NUM_HEADS, KV_HEADS, HEAD_TILES, TILE_HEADS, VALUE_DIM, HAS_SINKS,
+            _FIELDS, ROWS, MERGE_HEADS, VALUE_COLS, AHEAD,
+        )  # fmt: skip
 
 
 class AttentionWork(NamedTuple):
@@ -213,6 +231,7 @@ class Scratch(NamedTuple):
 
     sums: Any  # [partials * heads * summed_dim]
     weights: Any  # [partials * heads * 2] the largest score times log2 e, and the sum of weights
+    arrivals: Any  # [rows * heads] int32, zeros between launches
     queries: Any  # [rows, heads * key_dim], for stores that are rotated
 
 
@@ -259,7 +278,7 @@ def attention(
     # Scores come times log2 e, for powers of two; those under a cap come first as what the tangent
     # is made of.
     scale = 2 * op.scale / op.softcap if op.softcap else op.scale
-    partials, dim = (scratch.sums, scratch.weights), summed_dim(op, store)
+    partials = (scratch.sums, scratch.weights)
     args = (
         q,
         q.stride(0),
@@ -274,8 +293,10 @@ def attention(
         plain_q.stride(0),
         *(key_bias or (q, q, q, q)),
         *partials,
+        scratch.arrivals,
         out,
         out.stride(0),
+        out.shape[0],
         q if sinks is None else sinks,
         scale * _LOG2_E.value,
         op.softcap * _LOG2_E.value,
@@ -294,13 +315,10 @@ def attention(
             takes["PATHS"] = "none"  # a row of a tree is an item, which the smallest tiles take
         launches.append(Launch(attention_kernel, (one.programs,), args, constants | takes))
         fewest = most + 1
-    turned_by = (
-        log_size(op.head_dim if op.is_latent else op.value_dim) if store.uses_hadamard else 0
-    )
-    least = 2 if constants["FINISHES"] else 0
-    launches.append(
-        merge(out, work.rows, *partials, sinks, op.num_heads, op.value_dim, dim, turned_by, least)
-    )
+    if store.uses_hadamard:
+        turned_by = log_size(op.head_dim if op.is_latent else op.value_dim)
+        dims = op.value_dim, summed_dim(op, store), turned_by
+        launches.append(merge(out, work.rows, *partials, sinks, op.num_heads, *dims))
     return launches
 
 
@@ -346,6 +364,7 @@ def _constants(op: Attention, store: KvStore) -> dict[str, Any]:
 
 def _tile_constants(op: Attention, store: KvStore, tiles: Tiles) -> dict[str, Any]:
     number, heads = head_tiles(op.num_heads, op.num_kv_heads, tiles)
+    columns = power_of_2(op.value_dim, 16)
     return {
         "HEAD_TILES": number,
         "TILE_HEADS": heads,
@@ -355,5 +374,8 @@ def _tile_constants(op: Attention, store: KvStore, tiles: Tiles) -> dict[str, An
         "KEYS": tiles.keys,
         "IS_TURNED": tiles.is_turned,
         "STAGES": tiles.num_stages,
+        "MERGE_HEADS": power_of_2(heads),
+        # Few rows may have long contexts, with many partial results.
+        "AHEAD": max(1, min(16, 2048 * tiles.num_warps // (power_of_2(heads) * columns))),
         "num_warps": tiles.num_warps,
     }

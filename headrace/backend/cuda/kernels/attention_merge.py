@@ -1,4 +1,6 @@
-"""Merges the partial results of attention over splits of the context, in ascending order."""
+"""Merges the partial results of attention over splits of the context, in ascending order: in the
+program that ends last, or in a launch of its own if the results have to be rotated back.
+"""
 
 from typing import Any
 
@@ -51,14 +53,109 @@ def _partial(first, i, head, NUM_HEADS: tl.constexpr):
 
 
 @triton.jit
+def merge_where_last(
+    items, count, records, arrivals, sums, weights, sinks, out, out_stride,
+        FEWEST: tl.constexpr, MOST: tl.constexpr, NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD_TILES: tl.constexpr, TILE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
+        HAS_SINKS: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, COLS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Merge the rows of this program's units of which it has stored the last partial result.
+
+    `arrivals` [rows, heads] counts the partial results that are there, and is zero between
+    launches.
+    """
+    tl.debug_barrier()
+    UNITS: tl.constexpr = KV_HEADS * HEAD_TILES
+    GROUP: tl.constexpr = NUM_HEADS // KV_HEADS
+    for unit in range(tl.program_id(0), tl.load(count) * UNITS, tl.num_programs(0)):
+        item, m = items + unit // UNITS * FIELDS, tl.arange(0, ROWS)
+        first_row, num_rows = tl.load(item), tl.load(item + 1)
+        if (num_rows >= FEWEST) & (num_rows <= MOST):
+            kv_head, in_group = unit % UNITS // HEAD_TILES, unit % HEAD_TILES * TILE_HEADS
+            valid = (m // TILE_HEADS < num_rows) & (in_group + m % TILE_HEADS < GROUP)
+            row = (first_row + m // TILE_HEADS).to(tl.int64)
+            partials = tl.load(records + row * _ROW_FIELDS + 1, valid, 0)
+            is_partial = partials > 1
+            counter = arrivals + row * NUM_HEADS + kv_head * GROUP + in_group + m % TILE_HEADS
+            arrived = tl.atomic_add(counter, 1, is_partial, sem="acq_rel")
+            is_last = is_partial & (arrived == partials - 1)
+            for r in range(num_rows):
+                if tl.max(tl.where(is_last & (m // TILE_HEADS == r), 1, 0)) > 0:
+                    _merge_row(
+                        (first_row + r).to(tl.int64), kv_head * GROUP, in_group, records,
+                        sums, weights, sinks, out, out_stride,
+                        NUM_HEADS, TILE_HEADS, GROUP, VALUE_DIM, HAS_SINKS, HEADS, COLS, AHEAD,
+                    )  # fmt: skip
+            tl.store(counter, 0, is_last)
+
+
+@triton.jit
+def _merge_row(
+    row, first_of_group, in_group, records, sums, weights, sinks, out, out_stride,
+        NUM_HEADS: tl.constexpr, TILE_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    VALUE_DIM: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HEADS: tl.constexpr, COLS: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Merge a row for some heads of a group, with factors to the maximum so far."""
+    each, column = tl.arange(0, HEADS), tl.arange(0, COLS)[None, :]
+    head = first_of_group + in_group + each
+    is_head = (each < TILE_HEADS) & (in_group + each < GROUP)
+    first, count = tl.load(records + row * _ROW_FIELDS), tl.load(records + row * _ROW_FIELDS + 1)
+    total = tl.zeros((HEADS, COLS), tl.float32)
+    weight = tl.zeros((HEADS,), tl.float32)
+    most = tl.full((HEADS,), float("-inf"), tl.float32)
+    for i in range(0, count, AHEAD):
+        at = _partial(first, i, head, NUM_HEADS)
+        loaded = ()  # before all sums: the compiler keeps the order
+        for j in tl.static_range(AHEAD):
+            there = is_head & (i + j < count)
+            place, number = sums + at[:, None] * VALUE_DIM + column, weights + 2 * at
+            acc = tl.load(
+                place + j * NUM_HEADS * VALUE_DIM,
+                there[:, None] & (column < VALUE_DIM),
+                0.0,
+                cache_modifier=".cg",
+            )
+            top = tl.load(number + 2 * NUM_HEADS * j, there, float("-inf"), cache_modifier=".cg")
+            part = tl.load(number + 2 * NUM_HEADS * j + 1, there, 0.0, cache_modifier=".cg")
+            loaded += ((acc, top, part),)  # type: ignore[assignment]
+        for j in tl.static_range(AHEAD):
+            acc, top, part = loaded[j]
+            most, before, now = factors(most, top)
+            # Factors are powers of two, so that fusing a product with the sum rounds nothing else.
+            total = tl.fma(total, tl.broadcast_to(before[:, None], total.shape), acc * now[:, None])
+            weight = tl.fma(weight, before, part * now)
+    sink = weight
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, is_head, 0.0)
+    result = finished(total, weight, most, sink, HAS_SINKS)
+    place = out + (row * out_stride + head * VALUE_DIM)[:, None] + column
+    tl.store(place, result.to(out.dtype.element_ty), is_head[:, None] & (column < VALUE_DIM))
+
+
+@triton.jit
+def clear_rows_without_work(
+    records, rows, out, out_stride, WIDTH: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    """Write zeros to every n-th row, if it has no partial results: padding."""
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        if tl.load(records + row * _ROW_FIELDS + 1) == 0:
+            for first in range(0, WIDTH, COLS):
+                column = first + tl.arange(0, COLS)
+                place = out + (tl.full((), 0, tl.int64) + row) * out_stride + column
+                tl.store(place, tl.zeros((COLS,), out.dtype.element_ty), column < WIDTH)
+
+
+@triton.jit
 def attention_merge_kernel(
     out, out_stride, records, rows, sums, weights, sinks,
         NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, SUMMED_DIM: tl.constexpr,
-    HAS_SINKS: tl.constexpr, LOG: tl.constexpr, LEAST: tl.constexpr,
+    HAS_SINKS: tl.constexpr, LOG: tl.constexpr,
     HEADS: tl.constexpr, COLS: tl.constexpr, MAXIMA: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Merge some of the heads of all rows, except rows with 1 to `LEAST` - 1 partial results."""
+    """Merge some of the heads of all rows, and rotate their results back."""
     unit = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     row, head, column = (
         (unit // NUM_HEADS).to(tl.int64),
@@ -67,8 +164,6 @@ def attention_merge_kernel(
     )
     first = tl.load(records + row * _ROW_FIELDS, row < rows, 0)
     count = tl.load(records + row * _ROW_FIELDS + 1, row < rows, 0)
-    is_merged = (row < rows) & ((count == 0) | (count >= LEAST))
-    count = tl.where(is_merged, count, 0)
     top = tl.max(count)
     several = tl.arange(0, MAXIMA)[None, :]
     tops = tl.full((HEADS, MAXIMA), float("-inf"), tl.float32)
@@ -108,10 +203,9 @@ def attention_merge_kernel(
     if HAS_SINKS:
         sink = tl.load(sinks + head)
     result = finished(total, weight, most, sink, HAS_SINKS)
-    if LOG:
-        result = hadamard(result, HEADS, COLS, LOG)
+    result = hadamard(result, HEADS, COLS, LOG)
     place = out + (row * out_stride + head * VALUE_DIM)[:, None] + column
-    tl.store(place, result.to(out.dtype.element_ty), is_merged[:, None] & (column < VALUE_DIM))
+    tl.store(place, result.to(out.dtype.element_ty), (row < rows)[:, None] & (column < VALUE_DIM))
 
 
 def merge(
@@ -124,13 +218,11 @@ def merge(
     value_dim: int,
     summed_dim: int,
     log_size: int,
-    least: int,
 ) -> Launch:
     """Merge partial results (`Scratch`), `summed_dim` numbers per head, into `out` [rows, heads *
     value_dim].
 
-    `log_size` is the logarithm of the size of the Hadamard matrices that rotated the values; 0:
-    none. Rows with fewer partial results than `least` are in `out` already.
+    `log_size` is the logarithm of the size of the Hadamard matrices that rotated the values.
     """
     rows = out.shape[0]
     heads, cols = heads_per_program(rows * num_heads, summed_dim)
@@ -142,7 +234,6 @@ def merge(
         "SUMMED_DIM": summed_dim,
         "HAS_SINKS": sinks is not None,
         "LOG": log_size,
-        "LEAST": least,
         "HEADS": heads,
         "COLS": cols,
         "MAXIMA": 256 if heads == 1 else 64,
