@@ -84,8 +84,8 @@ def load_tile(
 
 
 FP8_HALF = tl.constexpr(2.0**60)
-"""What queries, and the weights of values, are multiplied by for fp8. Their sums are as much too
-small. All three are powers of two, so no bit changes.
+"""Factor of queries and of the weights of values for fp8, and of sums over codes. It is a power of
+two, so no bit changes.
 """
 
 INT8_PLANES = tl.constexpr("""{
@@ -152,7 +152,7 @@ def _plane(code, FORMAT: tl.constexpr):
 
 @triton.jit
 def sum_factor(FORMAT: tl.constexpr):
-    """What sums over codes in planes are multiplied by."""
+    """Factor of sums over codes in planes."""
     return 64.0 if FORMAT == "int8" else FP8_HALF if FORMAT == "fp8" else 1.0
 
 
