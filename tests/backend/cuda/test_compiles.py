@@ -103,14 +103,16 @@ def test_main_loops_move_no_spilled_registers() -> None:
 
 def spills_in_loop(kernel: Kernel) -> bool:
     """Whether the kernel is known to need more registers than there are: attention of prompt chunks
-    and with key biases (docs/internals/gpu-attention.md), and LLM.int8 beyond 32 rows, whose rows
-    with outliers have two sums.
+    and with key biases, in int8 on a B200 (docs/internals/gpu.md), and LLM.int8 beyond 32 rows,
+    whose rows with outliers have two sums.
     """
     constants = kernel["constants"]
     if constants.get("OUTLIERS") and constants["BLOCK_M"] > 32:
         return True
     return kernel["kernel"] == "attention_kernel" and bool(
-        constants["ROWS"] > 16 or constants["PAIRS"]
+        constants["ROWS"] > 16
+        or constants["PAIRS"]
+        or (kernel["chip"] == "sm_100" and constants["FORMAT"] == "int8")
     )
 
 
