@@ -16,11 +16,12 @@ from typing import Any
 from unittest.mock import patch
 
 import programs  # before torch, which must know where kernels run
-from programs import decoding, executable_of, plan_of, seconds, sequences_of, step_of
+from programs import decoding, executable_of, plan_of, sequences_of, step_of
 from results import Results
 
 from headrace.backend.cuda import CudaExecutable, step_attention
 from headrace.backend.cuda.kernels.attention_tiles import Tiles, tiles_for
+from headrace.backend.cuda.timing import seconds
 from headrace.backend_traits import KvDtype
 from headrace.batch import RaggedBatch
 from tests.backend.cuda.hollow import SPECS

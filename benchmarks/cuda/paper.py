@@ -114,7 +114,8 @@ class Model:
             return Cost(1, moved, 0, 0, took, "launch")
         kernel = self.kernel(launch)
         groups = groups_of(kernel, loop.programs)
-        chain = RANGES * bool(constants.get("PARALLEL"))
+        adds = constants.get("FINISHES") and context.tokens > constants["SPLIT"]
+        chain = RANGES * bool(constants.get("PARALLEL") or adds)
         chain += ITEM_LOADS * LATENCY * loop.items * len(groups)
         cache = loop.loads * loop.rounds * loop.programs
         times = {

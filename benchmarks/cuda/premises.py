@@ -109,7 +109,7 @@ def small_numbers(size: int) -> Iterator[tuple[str, str]]:
     codes = torch.randint(-127, 128, (256, size), device=DEVICE).float()
     x = torch.randint(-8, 9, (256, size), device=DEVICE).float()
     usual, small = (torch.empty(256, 256, device=DEVICE) for _ in range(2))
-    for tile, first in product(_TILES, (False, True)):
+    for tile, first in product((_TILES[0], _TILES[3]), (False, True)):
         large_x, small_codes = (x * 2.0**60).to(torch.bfloat16), (codes * 2.0**-133)
         multiply(usual, x.to(torch.bfloat16), codes.to(torch.bfloat16), tile, first)()
         multiply(small, large_x, small_codes.to(torch.bfloat16), tile, first)()
