@@ -97,6 +97,9 @@ def _vocabulary(metadata: Metadata, tokens: list[str], types: list[int]) -> dict
     An empty token gets llama.cpp's name for it, and an unused duplicate a name of its own; their
     types become `_UNUSED`. Raises FormatError for other duplicates.
     """
+    ids = {token: token_id for token_id, token in enumerate(tokens)}
+    if len(ids) == len(tokens) and "" not in ids:
+        return ids  # as in nearly all files
     counts = Counter(tokens)
     made = _made_tokens(metadata) if len(counts) < len(tokens) else frozenset()
     used = {
