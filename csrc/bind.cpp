@@ -35,16 +35,22 @@ using GivenScales =
     std::variant<Array<float>, Array<uint8_t>>;  // of the rows of a weight, or of its blocks
 using GivenValues = std::optional<Array<int8_t>>;
 
-// A weight as Python gives it. The row order is copied: it is checked and then used
-// without Python's lock.
+// A weight as Python gives it, and its arrays, which stay until it is packed. The row order is
+// copied: it is checked and then used without Python's lock.
 struct GivenWeight {
+  Array<uint8_t> data;
+  std::optional<GivenScales> scales;
+  GivenValues values;
   std::vector<int64_t> order;
   Stored stored;
 
-  GivenWeight(const std::string& format, int rows, int cols, const Array<uint8_t>& data,
+  GivenWeight(const std::string& format, int rows, int cols, const Array<uint8_t>& codes,
               const std::optional<Array<int64_t>>& row_order,
-              const std::optional<GivenScales>& scales, const GivenValues& values)
-      : stored{format, rows, cols, data.data(), data.size()} {
+              const std::optional<GivenScales>& given_scales, const GivenValues& given_values)
+      : data(codes),
+        scales(given_scales),
+        values(given_values),
+        stored{format, rows, cols, data.data(), data.size()} {
     if (values) stored.values = {values->data(), values->size()};
     if (row_order) order.assign(row_order->data(), row_order->data() + row_order->size());
     stored.row_order = order;
@@ -62,6 +68,14 @@ auto unlocked(Plan& plan, auto&& f) {
   const OneCaller::Turn turn(plan.caller(), "the plan is at work in another thread: one at a time");
   nb::gil_scoped_release release;
   return f(plan);
+}
+
+// A signal ends the wait, and what Python raises for it is thrown.
+int wait_for_weights(Plan& p) {
+  constexpr int kLookEveryMs = 50;
+  while (!unlocked(p, [](Plan& plan) { return plan.wait_for_weights(kLookEveryMs); }))
+    if (PyErr_CheckSignals()) throw nb::python_error();
+  return p.unreadable();
 }
 
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -377,32 +391,44 @@ void bind_plan(nb::module_& m) {
           "add_weight",
           [](Plan& p, const std::string& format, int rows, int cols, const Array<uint8_t>& data,
              const std::optional<Array<int64_t>>& order, const std::optional<GivenScales>& scales,
-             const GivenValues& values) {
-            const GivenWeight weight(format, rows, cols, data, order, scales, values);
-            return unlocked(p, [&](Plan& plan) { return plan.add_weight(weight.stored); });
+             const GivenValues& values, bool mapped) {
+            const auto weight =
+                std::make_shared<GivenWeight>(format, rows, cols, data, order, scales, values);
+            return unlocked(
+                p, [&](Plan& plan) { return plan.add_weight(weight->stored, weight, mapped); });
           },
           nb::arg("format"), nb::arg("rows"), nb::arg("cols"), nb::arg("data"),
           nb::arg("row_order").none(), nb::arg("scales").none() = nb::none(),
-          nb::arg("values").none() = nb::none(),
-          "Scales that lie apart are those of rows, as floats, or of the blocks of each row, as "
-          "bytes. Values are what codes are the "
-          "numbers\n"
+          nb::arg("values").none() = nb::none(), nb::arg("mapped") = false,
+          "A matrix, which `start_weights` or the next run packs. Scales that lie apart are those "
+          "of rows, as floats, or of the blocks of each row, as bytes. Values are what codes are "
+          "the numbers\n"
           "of, where these are integers that come with the matrix: 16, or the points of a grid, "
-          "[points, columns of a point].")
+          "[points, columns of a point]. `mapped`: the data are pages of a file, given back after "
+          "packing.")
       .def(
           "add_weight_pair",
           [](Plan& p, const std::string& format_a, const Array<uint8_t>& a,
              const std::optional<GivenScales>& scales_a, const std::string& format_b,
              const Array<uint8_t>& b, const std::optional<GivenScales>& scales_b, int rows,
-             int cols, const GivenValues& values) {
-            const GivenWeight first(format_a, rows, cols, a, {}, scales_a, values),
-                second(format_b, rows, cols, b, {}, scales_b, values);
-            return unlocked(
-                p, [&](Plan& plan) { return plan.add_weight_pair(first.stored, second.stored); });
+             int cols, const GivenValues& values, bool mapped) {
+            using Pair = std::pair<GivenWeight, GivenWeight>;
+            const auto pair =
+                std::make_shared<Pair>(GivenWeight(format_a, rows, cols, a, {}, scales_a, values),
+                                       GivenWeight(format_b, rows, cols, b, {}, scales_b, values));
+            return unlocked(p, [&](Plan& plan) {
+              return plan.add_weight_pair(pair->first.stored, pair->second.stored, pair, mapped);
+            });
           },
           nb::arg("format_a"), nb::arg("a"), nb::arg("scales_a").none(), nb::arg("format_b"),
           nb::arg("b"), nb::arg("scales_b").none(), nb::arg("rows"), nb::arg("cols"),
-          nb::arg("values").none() = nb::none())
+          nb::arg("values").none() = nb::none(), nb::arg("mapped") = false)
+      .def(
+          "start_weights", [](Plan& p) { available(p).start_weights(); },
+          "Pack the weights in a thread, on the threads of the plan.")
+      .def("wait_for_weights", &wait_for_weights,
+           "Wait until all weights are packed. Returns the number of one whose file could not be "
+           "read, or -1.")
       .def(
           "reserve_weights", [](Plan& p, size_t nbytes) { available(p).reserve_weights(nbytes); },
           nb::arg("nbytes"), "Make room for the weights that come next, in one piece.")

@@ -30,6 +30,7 @@ Plan::Plan(const Kernels* kernels, std::shared_ptr<Pool> pool)
     : kernels_(kernels),
       pool_(std::move(pool)),
       kv_(std::make_shared<std::vector<KvGroup>>()),
+      packing_(pool_),
       programs_(1),
       deal_(pool_->threads()),
       kv_ahead_(std::make_unique<KvAhead>(pool_->threads())) {}
@@ -40,11 +41,14 @@ Plan::Plan(Plan* shared)
       kv_(shared->kv_),
       float_activations_(shared->float_activations_),
       weights_(shared->weights_),
+      packing_(pool_),
       vectors_(shared->vectors_),
       vector_lengths_(shared->vector_lengths_),
       programs_(1),
       deal_(pool_->threads()),
-      kv_ahead_(std::make_unique<KvAhead>(pool_->threads())) {}
+      kv_ahead_(std::make_unique<KvAhead>(pool_->threads())) {
+  shared->pack_rest();
+}
 
 Plan::~Plan() = default;
 
@@ -72,26 +76,41 @@ const uint64_t* Plan::points_of(const Stored& stored) {
   return grid ? grids_.insert(headrace::points_of(*grid, stored.values)).first->data() : nullptr;
 }
 
-int Plan::add_weight(const Stored& stored) {
+int Plan::queue(const Stored& stored, Weight w, std::shared_ptr<void> keeps, bool mapped) {
+  const int number = keep(w);
+  packing_.add({stored, w, number, mapped, std::move(keeps)});
+  return number;
+}
+
+void Plan::pack_rest() {
+  packing_.wait();
+  if (unreadable() >= 0)
+    throw std::runtime_error("the plan has a weight whose file could not be read");
+}
+
+int Plan::add_weight(const Stored& stored, std::shared_ptr<void> keeps, bool mapped) {
   check_stored(stored);
   const uint64_t* points = points_of(stored);
   const size_t bytes = packed_bytes(stored.format, stored.rows, stored.cols),
                tiles = (stored.rows + kTileRows - 1) / kTileRows;
-  return keep(pack(stored, points, allocate(bytes), bytes / tiles, *pool_));
+  const Weight w = empty_weight(stored, points, allocate(bytes), bytes / tiles);
+  return queue(stored, w, std::move(keeps), mapped);
 }
 
-std::pair<int, int> Plan::add_weight_pair(const Stored& a, const Stored& b) {
+std::pair<int, int> Plan::add_weight_pair(const Stored& a, const Stored& b,
+                                          std::shared_ptr<void> keeps, bool mapped) {
   check_stored(a), check_stored(b);
   if (a.format != b.format || a.rows != b.rows || a.cols != b.cols) {
-    const int first = add_weight(a);
-    return {first, add_weight(b)};
+    const int first = add_weight(a, keeps, mapped);
+    return {first, add_weight(b, std::move(keeps), mapped)};
   }
   const uint64_t *points_a = points_of(a), *points_b = points_of(b);
   const size_t bytes = packed_bytes(a.format, a.rows, a.cols),
                tile = bytes / ((a.rows + kTileRows - 1) / kTileRows);
   uint8_t* to = allocate(2 * bytes);
-  const int first = keep(pack(a, points_a, to, 2 * tile, *pool_));
-  return {first, keep(pack(b, points_b, to + tile, 2 * tile, *pool_))};
+  const int first = queue(a, empty_weight(a, points_a, to, 2 * tile), keeps, mapped);
+  return {first,
+          queue(b, empty_weight(b, points_b, to + tile, 2 * tile), std::move(keeps), mapped)};
 }
 
 int Plan::add_table(const TableSpec& spec) {
@@ -118,6 +137,7 @@ std::pair<int, int> Plan::add_table_pair(const TableSpec& a, const TableSpec& b)
 
 void Plan::fill_table(int weight, const Stored& stored) {
   check_table_blocks(weights_[weight], stored);
+  packing_.join();
   pack_table_blocks(weights_[weight], stored, *pool_);
 }
 
@@ -300,6 +320,7 @@ int Plan::advance(const Program& program, int op, const Step& step, int thread) 
 }
 
 bool Plan::run(int number, const Step& step) {
+  pack_rest();
   const Program& program = programs_[static_cast<size_t>(number)];
   for (size_t kind = 0; kind < kNumRowKinds; kind++)
     blocks_[kind] = Blocks(rows_of(static_cast<RowKind>(kind), step), kernels_->max_rows);

@@ -17,6 +17,7 @@
 #include "kv_ahead.h"
 #include "memory.h"
 #include "one_caller.h"
+#include "packing.h"
 #include "pool.h"
 #include "weights.h"
 
@@ -155,15 +156,30 @@ class Plan {
   // int8 by row.
   void use_float_activations() { float_activations_ = true; }
 
-  int add_weight(const Stored& stored);
+  // A matrix that `start_weights` or the first run packs; `stored` points into what `keeps` keeps,
+  // and `mapped` says that its codes are pages of a file.
+  int add_weight(const Stored& stored, std::shared_ptr<void> keeps, bool mapped);
   // Two matrices of one format, tile by tile in turn, so that a gated unit reads one
   // stream.
-  std::pair<int, int> add_weight_pair(const Stored& a, const Stored& b);
+  std::pair<int, int> add_weight_pair(const Stored& a, const Stored& b, std::shared_ptr<void> keeps,
+                                      bool mapped);
+  // Packs the matrices in a thread, on the pool. Only `wait_for_weights` and what adds to the plan
+  // without the pool may be called until they are packed.
+  void start_weights() { packing_.start(); }
+  // Waits for so many milliseconds at most; returns whether all matrices are packed.
+  bool wait_for_weights(int milliseconds) { return packing_.wait_for(milliseconds); }
+  // Waits for all matrices. Throws std::runtime_error if the file of one could not be read.
+  void pack_rest();
+  // The first matrix whose pages could not be read, -1: none.
+  int unreadable() const { return packing_.unreadable(); }
   // Matrices that are filled afterwards, some rows at a time; rows that never come are
   // zeros.
   int add_table(const TableSpec& spec);
   std::pair<int, int> add_table_pair(const TableSpec& a, const TableSpec& b);
-  void fill_table(int weight, const TableRows& rows) { pack_table(weights_[weight], rows, *pool_); }
+  void fill_table(int weight, const TableRows& rows) {
+    packing_.join();
+    pack_table(weights_[weight], rows, *pool_);
+  }
   void fill_table(int weight, const Stored& stored);
   int add_vector(const float* data, int n);
   // Makes room for so many bytes of weights that come next, in one piece.
@@ -279,10 +295,12 @@ class Plan {
   std::vector<Arena> arenas_;
   size_t arena_used_ = 0, weight_bytes_ = 0;
   int keep(Weight w);
+  int queue(const Stored& stored, Weight w, std::shared_ptr<void> keeps, bool mapped);
   const uint64_t* points_of(const Stored& stored);
 
   bool float_activations_ = false;
   std::vector<Weight> weights_;
+  Packing packing_;
   std::set<std::vector<uint64_t>> grids_;  // points, which matrices of one grid share
   std::vector<std::vector<float>> vectors_;
   std::vector<int> vector_lengths_;  // without what fills their last line

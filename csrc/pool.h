@@ -63,6 +63,8 @@ class Pool {
   Pool& operator=(const Pool&) = delete;
 
   int threads() const { return threads_; }
+  // Whether this process was forked from that of the workers.
+  bool is_forked() const;
 
   // Runs job(thread) on every thread and returns when all are done, or throws what one
   // of them threw. Throws std::runtime_error to a second caller at the same time, and
@@ -96,7 +98,6 @@ class Pool {
   void wait_change(const std::atomic<uint32_t>& value, uint32_t old) const;
   void work(int thread);
   void stop();
-  bool is_forked() const;
   void keep_off_caller();
 
   const int threads_;

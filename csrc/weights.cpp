@@ -18,6 +18,8 @@ namespace {
 // go to.
 struct Group {
   uint8_t codes[32];
+  // Instead of codes: 16 bytes with codes i and i + 16, which are the bytes of the lines.
+  const uint8_t* nibbles;
   uint16_t scale, min;  // f16, plain formats
   int8_t scales[2];     // integers of super formats: one per 32 columns or one per 16
   uint8_t mins[2];
@@ -59,13 +61,13 @@ void scale_min_k4(const uint8_t* s, int j, int8_t* scale, uint8_t* min) {
 // what its packed format needs.
 void read_q4_0(const uint8_t* b, int, Group& r) {
   r.scale = read16(b);
-  nibbles(b + 2, r.codes);
+  r.nibbles = b + 2;
 }
 
 void read_q4_1(const uint8_t* b, int, Group& r) {
   r.scale = read16(b);
   r.min = read16(b + 2);
-  nibbles(b + 4, r.codes);
+  r.nibbles = b + 4;
 }
 
 void read_q5_0(const uint8_t* b, int, Group& r) {
@@ -115,7 +117,10 @@ void read_q4_k(const uint8_t* b, int g, Group& r) {  // d, dmin, scales[12], cod
   r.dmin = read16(b + 2);
   scale_min_k4(b + 4, g, &r.scales[0], &r.mins[0]);
   const uint8_t* q = b + 16 + 32 * (g / 2);
-  for (int i = 0; i < 32; i++) r.codes[i] = q[i] >> 4 * (g % 2) & 15;
+  const int shift = 4 * (g % 2);
+  for (int i = 0; i < 16; i++)
+    r.codes[i] = static_cast<uint8_t>((q[i] >> shift & 15) | (q[i + 16] >> shift & 15) << 4);
+  r.nibbles = r.codes;
 }
 
 void read_q5_k(const uint8_t* b, int g,
@@ -143,7 +148,7 @@ uint8_t half_power(uint8_t e) { return e ? static_cast<uint8_t>(e - 1) : 0; }
 
 void read_mxfp4(const uint8_t* b, int, Group& r) {
   r.power = half_power(b[0]);
-  nibbles(b + 1, r.codes);
+  r.nibbles = b + 1;
 }
 
 void read_mxfp4_pairs(const uint8_t* b, int, Group& r) {  // the scale lies apart
@@ -158,7 +163,7 @@ void read_iq4_xs(const uint8_t* b, int g,
   r.d = read16(b);
   r.scales[0] = static_cast<int8_t>(
       ((b[4 + g / 2] >> 4 * (g % 2) & 15) | (read16(b + 2) >> 2 * g & 3) << 4) - 32);
-  nibbles(b + 8 + 16 * g, r.codes);
+  r.nibbles = b + 8 + 16 * g;
 }
 
 int units_of(Format f, int cols) { return (cols + unit_columns(f) - 1) / unit_columns(f); }
@@ -185,7 +190,10 @@ void place(uint8_t* unit, int g, int r, const Group& group) {
       std::memcpy(unit + kShape.min_offset() + 32 * g + 2 * r, &group.min, 2);
   }
   uint8_t* lines = unit + kShape.codes_offset() + g * kShape.lines_per_group() * 64 + 4 * r;
-  place_codes<kShape.bits>(group.codes, lines);
+  if (kShape.bits == 4 && group.nibbles)
+    for (int j = 0; j < 4; j++) std::memcpy(lines + 64 * j, group.nibbles + 4 * j, 4);
+  else
+    place_codes<kShape.bits>(group.codes, lines);
 }
 
 // Row r of a tile. One function for each format of a file, so that what to do with a
@@ -431,36 +439,37 @@ void check_stored(const Stored& stored) {
           "int8 with one scale a row has at most 131,072 columns: more may overflow a sum");
 }
 
-Weight pack(const Stored& stored, const uint64_t* points, uint8_t* to, size_t stride, Pool& pool) {
+Weight empty_weight(const Stored& stored, const uint64_t* points, uint8_t* to, size_t stride) {
   const Source source = source_of(stored.format);
-  Weight w{source.format, stored.rows, stored.cols, shape_of(stored.format, stored.cols),
-           stride,        to};
-  w.shape.points = points;
-  // The bound of 16 is for GCC, which else warns of more values than a lookup has.
-  for (size_t i = 0; i < std::min<size_t>(source.num_values, 16); i++)
-    w.shape.lookup.set(i, stored.values[i]);
+  TileShape shape = shape_of(stored.format, stored.cols);
+  shape.points = points;
+  if (source.num_values)
+    for (size_t i = 0; i < std::size(shape.lookup.codes); i++)
+      shape.lookup.set(i, stored.values[i]);
+  return {source.format, stored.rows, stored.cols, shape, stride, to};
+}
+
+void pack_tiles(const Stored& stored, const Weight& w, int begin, int end) {
+  const Source source = source_of(stored.format);
   const auto scales_of = [&](int64_t row) {
     return source.has_block_scales
                ? stored.block_scales.data() + row * (stored.cols / source.block_columns)
                : nullptr;
   };
-  pool.parallel(w.tiles(), [&](int begin, int end, int) {
-    for (int row = begin * kTileRows; row < std::min(end * kTileRows, w.rows); row++) {
-      const int64_t from = stored.row_order.empty() ? row : stored.row_order[row];
-      const uint8_t* bytes =
-          stored.row(row, row_bytes(stored.cols, source.block_columns, source.block_bytes));
-      uint8_t* tile = to + static_cast<size_t>(row / kTileRows) * stride;
-      if (source.pack_row)
-        source.pack_row(bytes, scales_of(from), w.cols, tile, row % kTileRows);
-      else if (w.format == Format::kGrid)
-        copy_blocks(bytes, w.shape, tile, row % kTileRows);
-      else if (is_i8(w.format))
-        pack_i8_row(bytes, w.cols, stored.row_scales[from], tile, w.shape.units, row % kTileRows);
-      else
-        pack_float_row(source.format, bytes, w.cols, tile, row % kTileRows);
-    }
-  });
-  return w;
+  for (int row = begin * kTileRows; row < std::min(end * kTileRows, w.rows); row++) {
+    const int64_t from = stored.row_order.empty() ? row : stored.row_order[row];
+    const uint8_t* bytes =
+        stored.row(row, row_bytes(stored.cols, source.block_columns, source.block_bytes));
+    uint8_t* tile = w.data + static_cast<size_t>(row / kTileRows) * w.stride;
+    if (source.pack_row)
+      source.pack_row(bytes, scales_of(from), w.cols, tile, row % kTileRows);
+    else if (w.format == Format::kGrid)
+      copy_blocks(bytes, w.shape, tile, row % kTileRows);
+    else if (is_i8(w.format))
+      pack_i8_row(bytes, w.cols, stored.row_scales[from], tile, w.shape.units, row % kTileRows);
+    else
+      pack_float_row(source.format, bytes, w.cols, tile, row % kTileRows);
+  }
 }
 
 void unpack_row(const Weight& w, int row, float* out) {

@@ -82,9 +82,12 @@ void check_stored(const Stored& stored);
 // many rows are stored.
 size_t check_rows(const Stored& stored, int block_columns, int block_bytes);
 
-// Repacks what has been checked into `to` (zeroed, packed_bytes long when stride is the
-// tile's own size), with all threads. `points` are those of its grid, if it has one.
-Weight pack(const Stored& stored, const uint64_t* points, uint8_t* to, size_t stride, Pool& pool);
+// A matrix without rows yet, of what has been checked, in `to` (zeroed, packed_bytes long when
+// stride is the tile's own size). `points` are those of its grid, if it has one.
+Weight empty_weight(const Stored& stored, const uint64_t* points, uint8_t* to, size_t stride);
+
+// Repacks the rows of so many tiles.
+void pack_tiles(const Stored& stored, const Weight& weight, int begin, int end);
 
 // Throws std::invalid_argument for a matrix that no kernel reads.
 void check_table(const TableSpec& spec);

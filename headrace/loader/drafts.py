@@ -1,6 +1,6 @@
 """Opens, checks and compiles draft models, self-drafting layers and Medusa heads."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -59,10 +59,11 @@ class DraftCheckpoints:
 
 
 def open_draft_checkpoints(
-    config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer
+    config: EngineConfig, target: Checkpoint, load_tokenizer: Callable[[], Tokenizer]
 ) -> DraftCheckpoints:
     """Open the draft model and the Medusa heads of `target`, if they are configured.
 
+    `load_tokenizer` returns the target's tokenizer; without drafts it is not called.
     Raises ModelError as `open_checkpoint` does. Raises RequestError if the draft model
     has another vocabulary, the heads belong to another model, or `draft_layers` exceeds
     the model's layers.
@@ -84,10 +85,10 @@ def open_draft_checkpoints(
                 f"draft_model '{config.draft_model}' only computes embeddings: its files have no "
                 "head (lm_head.weight); choose a model that generates text"
             )
-        _check_vocabulary(config.draft_model, draft, tokenizer)
+        _check_vocabulary(config.draft_model, draft, load_tokenizer())
         draft = _with_vocab_size(draft, target.spec.vocab_size)
     if "medusa" in methods and config.medusa_heads:
-        heads = read_heads(Path(config.medusa_heads), target.spec, tokenizer.vocab_size)
+        heads = read_heads(Path(config.medusa_heads), target.spec, load_tokenizer().vocab_size)
     return DraftCheckpoints(draft, heads)
 
 

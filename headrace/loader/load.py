@@ -4,7 +4,9 @@ engine.
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.backend import Executable, compile_program
@@ -52,8 +54,9 @@ def load_model(model: str, config: EngineConfig) -> LoadedModel:
     # The renderer compiles the chat template in its own process, while this one loads the weights.
     renderer = _start_renderer(checkpoint)
     try:
-        tokenizer = checkpoint.load_tokenizer()
-        engine = load_engine(model, config, checkpoint, tokenizer)
+        load_tokenizer = cache(checkpoint.load_tokenizer)
+        engine = load_engine(model, config, checkpoint, load_tokenizer)
+        tokenizer = load_tokenizer()
         prompts = _prompt_reader(model, checkpoint, tokenizer, renderer)
         prompts.max_model_len = engine.limits.max_model_len
         return LoadedModel(engine, prompts, tokenizer, checkpoint)
@@ -107,17 +110,17 @@ def load_engine(
     model: str,
     config: EngineConfig,
     checkpoint: Checkpoint,
-    tokenizer: Tokenizer,
+    load_tokenizer: Callable[[], Tokenizer],
     launcher: "Launcher | None" = None,
 ) -> Engine:
     """Compile an opened model, and return its engine, named `model`.
 
-    `launcher` starts the processes of other ranks: see `compile_ranks`. Raises as
-    `load_model`.
+    `load_tokenizer` is called once or more, usually while the threads of the backend pack weights.
+    `launcher` starts the processes of other ranks: see `compile_ranks`. Raises as `load_model`.
     """
     for note in checkpoint.notes:
         _log.warning(note)
-    drafts = open_draft_checkpoints(config, checkpoint, tokenizer)
+    drafts = open_draft_checkpoints(config, checkpoint, load_tokenizer)
     config = with_backend(config, checkpoint, drafts)
     checkpoint = _with_context(checkpoint, config)
     spec = checkpoint.spec
@@ -144,6 +147,7 @@ def load_engine(
         executable = compile_program(
             config.backend, program, checkpoint.tensors, kv, threads, config.activations
         )
+        load_tokenizer()  # while the weights are packed, which compiling a draft model waits for
         draft_models = compile_draft_models(config, drafts, checkpoint, executable, draft_kv)
 
     target_rows = step_rows(config, spec.vocab_size)
@@ -166,7 +170,7 @@ def load_engine(
         has_head=spec.has_head,
     )
     proposers = make_proposers(config, draft_models)
-    return Engine(executable, tokenizer, limits, config, proposers, name=model)
+    return Engine(executable, load_tokenizer(), limits, config, proposers, name=model)
 
 
 def _start_renderer(checkpoint: Checkpoint) -> Renderer:

@@ -51,7 +51,7 @@ def open_rank(setup: dict[str, Any]) -> tuple[Rank[Any], ProcessGroups]:
     program = target_program(config, checkpoint)
     rank = make_rank(rank_config, program, checkpoint.tensors, transport)
     shared = replace(config, draft_model="")  # only rank 0 runs a draft model
-    drafts = open_draft_checkpoints(shared, checkpoint, checkpoint.load_tokenizer())
+    drafts = open_draft_checkpoints(shared, checkpoint, checkpoint.load_tokenizer)
     compile_draft_models(shared, drafts, checkpoint, rank, None)
     return rank, transport
 

@@ -163,7 +163,7 @@ def calibrate(
         )
 
     config = replace(config, max_model_len=text.length)
-    draft_checkpoints = open_draft_checkpoints(config, checkpoint, tokenizer)
+    draft_checkpoints = open_draft_checkpoints(config, checkpoint, lambda: tokenizer)
     config = with_backend(config, checkpoint, draft_checkpoints)
     drafts = _measure_drafts(config, checkpoint, draft_checkpoints, layers, text, on_progress)
     calibration = Calibration(drafts=drafts, trial=None)

@@ -34,7 +34,7 @@ class CpuRank(Rank[CpuExecutable]):
         super().__init__(config, program, tensors)
 
     def _compile(self, share: Program, weights: Mapping[str, StoredTensor]) -> CpuExecutable:
-        return CpuExecutable(
+        executable = CpuExecutable(
             share,
             weights,
             self.config.kv,
@@ -43,6 +43,8 @@ class CpuRank(Rank[CpuExecutable]):
             activations=self.config.activations,
             process_group=self._collectives,
         )
+        executable.wait_for_weights()  # so that an error comes before the ranks connect
+        return executable
 
     def launch(
         self,

@@ -349,6 +349,11 @@ class StoredTensor:
         parts = {"codes": self.parts["codes"].swapaxes(0, 1)}
         return replace(self, shape=(self.cols, self.rows), parts=parts)
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the codes are pages of a mapped file."""
+        return _file_map(self.parts["codes"]) is not None
+
     def release(self) -> None:
         """Give back the pages of a mapped file."""
         for part in self.parts.values():
@@ -367,13 +372,19 @@ class StoredTensor:
         return self.format.values(self.parts, stored)
 
 
-def _release(array: NDArray[Any]) -> None:
+def _file_map(array: NDArray[Any]) -> mmap.mmap | None:
+    """The map of a file that an array is a view of."""
     owner: Any = array
     while isinstance(owner, np.ndarray):
         owner = owner.base
     if isinstance(owner, memoryview):
         owner = owner.obj
-    if not isinstance(owner, mmap.mmap) or not hasattr(owner, "madvise"):
+    return owner if isinstance(owner, mmap.mmap) and hasattr(owner, "madvise") else None
+
+
+def _release(array: NDArray[Any]) -> None:
+    owner = _file_map(array)
+    if owner is None:
         return
     start = np.frombuffer(owner, np.uint8).ctypes.data
     first, last = (address - start for address in byte_bounds(array))

@@ -1,6 +1,7 @@
 """An engine that handles commands and puts events, over any transport."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -53,9 +54,8 @@ class OpenedEngine(NamedTuple):
 def open_engine(setup: frames.Setup, launcher: "Launcher | None" = None) -> OpenedEngine:
     """Load an engine with its adapters. Raises as `load_model`."""
     checkpoint = open_model(setup.model, setup.config)
-    engine = load_engine(
-        setup.model, setup.config, checkpoint, checkpoint.load_tokenizer(), launcher
-    )
+    load_tokenizer = cache(checkpoint.load_tokenizer)
+    engine = load_engine(setup.model, setup.config, checkpoint, load_tokenizer, launcher)
     digests = {}
     for name, path in setup.adapters.items():
         adapter = read_adapter(resolve(path), checkpoint.spec)

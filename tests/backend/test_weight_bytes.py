@@ -205,6 +205,7 @@ tensors = tensors_of(spec)
 tiny_executable(tiny_model(0), "cpu", KvConfig((1,)), 2).close()  # what is imported and allocated once
 before = anonymous_bytes()
 executable = tiny_executable((spec, tensors), "cpu", KvConfig((1,)), 2)
+executable.prepare(1, 1)
 print(anonymous_bytes() - before, executable.program.weight_bytes, executable.plan.weight_bytes)
 """  # noqa: E501
 

@@ -127,7 +127,7 @@ def test_medusa_memory_equals_its_weights(model: Path) -> None:
     config = engine_config({"backend": "cpu", "proposer": "medusa"} | options_for("medusa", model))
     target = open_checkpoint(model)
     kv = KvConfig((2,))
-    draft_checkpoints = open_draft_checkpoints(config, target, target.load_tokenizer())
+    draft_checkpoints = open_draft_checkpoints(config, target, target.load_tokenizer)
     executable = compile_program("cpu", target_program(config, target), target.tensors, kv, 1)
     assert isinstance(executable, CpuExecutable)
     before = executable.plan.weight_bytes
@@ -189,7 +189,7 @@ def test_padding_is_never_drafted(write_gguf: Any) -> None:  # noqa: F811
     target, draft = (padded(write_gguf, change, True) for change in (64, 0))
     opened = open_checkpoint(target)
     config = engine_config({"proposer": "draft_model", "draft_model": str(draft)})
-    found = open_draft_checkpoints(config, opened, opened.load_tokenizer()).draft
+    found = open_draft_checkpoints(config, opened, opened.load_tokenizer).draft
     assert found and found.spec.vocab_size == VOCAB + 64
     bias = found.tensors["head_bias"].dequantise()
     assert (bias[:VOCAB] == 0).all() and (bias[VOCAB:] < -1e8).all()

@@ -8,6 +8,7 @@ import pytest
 
 from headrace import LLM, SamplingParams
 from headrace.backend import lower_program
+from headrace.backend.cpu.executable import CpuExecutable
 from headrace.backend_traits import BACKENDS, traits_of
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.config import OFFLINE
@@ -40,6 +41,28 @@ def test_load_model_returns_engine_and_prompts(model: str) -> None:
     assert engine.config.max_logit_rows == default_logit_rows(checkpoint.spec.vocab_size)
     assert prompts.read("hello").token_ids == tokenizer.encode("hello")
     engine.close()
+
+
+def test_tokenizer_loads_while_weights_are_packed(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, after the plan has its weights and before anything waits for them."""
+    seen: list[str] = []
+
+    def noted(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(load, "compile_program")
+    noted(Checkpoint, "load_tokenizer")
+    noted(CpuExecutable, "prepare")
+    load_model(model, engine_config({"backend": "cpu", "kv_blocks": 8}, OFFLINE)).engine.close()
+    assert seen == ["compile_program", "load_tokenizer", "prepare"]
 
 
 def test_context_defaults_to_the_model(model: str) -> None:

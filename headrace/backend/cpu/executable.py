@@ -17,7 +17,7 @@ from headrace.backend.cpu.packing import column_order, named_in_errors, packed_b
 from headrace.backend.variants import GatheredRows, run_parts, with_adapter
 from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import Activations, KvConfig
-from headrace.errors import RequestError, UnsupportedModelError
+from headrace.errors import FormatError, RequestError, UnsupportedModelError
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
 from headrace.program.adapter import (
     Adapter,
@@ -172,6 +172,10 @@ class CpuExecutable:
         self._results: list[LogitOpResult] = []  # of the last launch
         self._variants: dict[int, _Variant] = {}
         self._fill_plan(weights, None)
+        if isinstance(threads, int):
+            self.plan.start_weights()
+        else:
+            self.wait_for_weights()  # the threads belong to another plan, too
 
     def _fill_plan(
         self,
@@ -204,6 +208,7 @@ class CpuExecutable:
     def attach(
         self, program: Program, weights: Mapping[str, StoredTensor], kv: KvConfig | None = None
     ) -> "CpuExecutable":
+        self.wait_for_weights()
         if kv is not None:
             return _compile(program, weights, kv, self.pool, self._activations)
         attached = copy(self)
@@ -213,10 +218,21 @@ class CpuExecutable:
         attached.program = self._lower(program, weights)
         attached._number = self.plan.add_program()
         attached._fill_plan(weights, self._lowering)
+        attached.wait_for_weights()
         return attached
 
     def prepare(self, max_rows: int, max_logit_rows: int) -> None:
-        pass
+        self.wait_for_weights()
+
+    def wait_for_weights(self) -> None:
+        """Wait for the thread that packs. Raises FormatError for a file that cannot be read."""
+        unreadable = self.plan.wait_for_weights()
+        if unreadable >= 0:
+            names = {number: name for name, number in self._lowering.packed.items()}
+            raise FormatError(
+                f"tensor {names[unreadable]}: its bytes cannot be read; the file was cut short "
+                "after it was opened, or its disk fails. Copy or download the file again"
+            )
 
     def launch(
         self,
@@ -346,6 +362,7 @@ class CpuExecutable:
         variant.plan = cast(Callable[..., _native.Plan], _native.Plan)(self.plan)
         variant._number, variant._views, variant._variants = 0, {}, {}
         variant._fill_plan(weights, None, self._lowering)
+        variant.wait_for_weights()
         return variant
 
     def remove_adapter(self, number: int) -> None:

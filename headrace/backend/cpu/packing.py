@@ -26,11 +26,14 @@ def packed_bytes(tensor: StoredTensor) -> int:
 
 
 def add_weight(plan: _native.Plan, tensor: StoredTensor) -> int:
-    """Pack a matrix, and release the pages of its file. Raises UnsupportedModelError."""
+    """Add a matrix, which is packed now or by `start_weights`, and then release the pages of its
+    file. Raises UnsupportedModelError.
+    """
     with named_in_errors(tensor.name):
         if spec := _table_spec(tensor):
             weight = plan.add_table(spec)
             _fill(plan, weight, tensor)
+            tensor.release()
         else:
             weight = plan.add_weight(
                 tensor.format.name,
@@ -40,13 +43,13 @@ def add_weight(plan: _native.Plan, tensor: StoredTensor) -> int:
                 tensor.row_order,
                 tensor.scales,
                 _codebook(tensor),
+                tensor.is_mapped,
             )
-    tensor.release()
     return weight
 
 
 def add_weight_pair(plan: _native.Plan, a: StoredTensor, b: StoredTensor) -> tuple[int, int]:
-    """Pack two matrices with alternating tiles: kernels read memory in order."""
+    """Add two matrices with alternating tiles: kernels read memory in order."""
     first, second = _table_spec(a), _table_spec(b)
     if (
         bool(first) != bool(second)
@@ -60,6 +63,8 @@ def add_weight_pair(plan: _native.Plan, a: StoredTensor, b: StoredTensor) -> tup
             weights = plan.add_table_pair(first, second)
             _fill(plan, weights[0], a)
             _fill(plan, weights[1], b)
+            a.release()
+            b.release()
         else:
             weights = plan.add_weight_pair(
                 a.format.name,
@@ -71,9 +76,8 @@ def add_weight_pair(plan: _native.Plan, a: StoredTensor, b: StoredTensor) -> tup
                 a.rows,
                 a.cols,
                 _codebook(a),
+                a.is_mapped and b.is_mapped,
             )
-    a.release()
-    b.release()
     return weights
 
 
