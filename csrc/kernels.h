@@ -162,7 +162,7 @@ constexpr bool reads_ahead(Format f) {
   return is_grouped(f) && !is_table(f) && f != Format::kGrid && !is_sub16(unit_of(f).scales);
 }
 
-// What a matrix kernel does besides.
+// What a matrix kernel does apart from its product.
 struct Aside {
   // What this thread reads later, or null. Kernels of `reads_ahead` fetch kLinesAhead lines of it
   // for each group.

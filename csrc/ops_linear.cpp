@@ -25,8 +25,9 @@ int64_t groups_ahead(const Weight& w) {
 // Sums of the weights of a tile, which its next blocks need too.
 thread_local std::vector<float> tile_sums;
 
-// What a thread does besides its products: it reads ahead (`KvAhead`), and keeps sums of weights.
-struct Beside {
+// What a thread does apart from its products: it reads ahead (`KvAhead`), and keeps sums of
+// weights.
+struct Extras {
   const Plan& plan;
   const Step& step;
   int thread;
@@ -55,12 +56,12 @@ struct Turn {
 // Tile `t` of a weight times block `b` of its input: out[rows][16], plus the bias and
 // what the adapters of the rows add.
 void multiply(const Plan& plan, const Buffer& x, bool offset, const Blocks& blocks, int b,
-              int weight, int t, int bias, float* out, const Beside& beside, Turn turn) {
+              int weight, int t, int bias, float* out, const Extras& extras, Turn turn) {
   const Weight& w = plan.weight(weight);
   const bool keeps = offset && turn.keeps_sums(blocks.rows(b)),
              knows = turn.number && turn.keeps_sums(blocks.rows(b - 1));
   multiply(plan, w, t, offset, block_for(plan, x, offset, blocks, b, w), blocks.rows(b),
-           plan.vector(bias), out, beside(w, keeps, knows));
+           plan.vector(bias), out, extras(w, keeps, knows));
   plan.adapters().add_up(plan.kernels(), weight, t, blocks.first(b), blocks.rows(b), out);
 }
 
@@ -144,7 +145,7 @@ class Linear : public Op {
 
   void run(const Plan& plan, const Step& step, int begin, int end, int thread) override {
     const Buffer &x = plan.buffer(x_), &out = plan.buffer(out_);
-    const Beside beside{plan, step, thread};
+    const Extras extras{plan, step, thread};
     const int rows = plan.weight(weight_).rows;
     const Blocks& blocks = plan.blocks_of(x);
     alignas(64) float tile[kMaxBlockRows * 16];
@@ -154,7 +155,7 @@ class Linear : public Op {
                                              : nullptr;  // as wide as the output
       if (blocks.rows(b) >= kRowsToFetch)
         fetch(out.row(row) + 16 * t, residual, out.width, blocks.rows(b));
-      multiply(plan, x, offset_, blocks, b, weight_, t, bias_, tile, beside, turn);
+      multiply(plan, x, offset_, blocks, b, weight_, t, bias_, tile, extras, turn);
       plan.kernels().finish_tile(tile, blocks.rows(b), n, residual, out.width,
                                  out.row(row) + 16 * t, out.width);
     });
@@ -179,14 +180,14 @@ class TiledOp : public Op {
 
   void run(const Plan& plan, const Step& step, int begin, int end, int thread) override {
     const Buffer &x = plan.buffer(x_), &out = plan.buffer(out_);
-    const Beside beside{plan, step, thread};
+    const Extras extras{plan, step, thread};
     const Blocks& blocks = plan.blocks_of(x);
     alignas(64) float rows[kMaxBlockRows * kGroup];  // zeros beyond the width
     work(plan).each(begin, end, [&](int pair, int b, Turn turn) {
       for (int half = 0; half < 2; half++) {
         const int t = 2 * pair + half;
         if (16 * t < out.width)
-          compute(plan, x, blocks, b, t, rows + 16 * half, beside, turn);
+          compute(plan, x, blocks, b, t, rows + 16 * half, extras, turn);
         else
           for (int m = 0; m < blocks.rows(b); m++)
             std::fill_n(rows + kGroup * m + 16 * half, 16, 0.0f);
@@ -198,7 +199,7 @@ class TiledOp : public Op {
  protected:
   // Tile t of the output for block b: rows[m][16], kGroup apart.
   virtual void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int t,
-                       float* rows, const Beside& beside, Turn turn) const = 0;
+                       float* rows, const Extras& extras, Turn turn) const = 0;
 
  private:
   TileItems work(const Plan& plan) const {
@@ -235,10 +236,10 @@ class GluLinear : public TiledOp {
 
  private:
   void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int t, float* rows,
-               const Beside& beside, Turn turn) const override {
+               const Extras& extras, Turn turn) const override {
     alignas(64) float g[kMaxBlockRows * 16], u[kMaxBlockRows * 16];
-    multiply(plan, x, false, blocks, b, gate_, t, gate_bias_, g, beside, turn);
-    multiply(plan, x, false, blocks, b, up_, t, up_bias_, u, beside, turn);
+    multiply(plan, x, false, blocks, b, gate_, t, gate_bias_, g, extras, turn);
+    multiply(plan, x, false, blocks, b, up_, t, up_bias_, u, extras, turn);
     plan.kernels().glu_tile[static_cast<int>(activation_)](g, u, blocks.rows(b), rows, kGroup);
   }
 
@@ -255,9 +256,9 @@ class LinearActivate : public TiledOp {
 
  private:
   void compute(const Plan& plan, const Buffer& x, const Blocks& blocks, int b, int t, float* rows,
-               const Beside& beside, Turn turn) const override {
+               const Extras& extras, Turn turn) const override {
     alignas(64) float tile[kMaxBlockRows * 16];
-    multiply(plan, x, false, blocks, b, weight_, t, bias_, tile, beside, turn);
+    multiply(plan, x, false, blocks, b, weight_, t, bias_, tile, extras, turn);
     plan.kernels().activate_tile[static_cast<int>(activation_)](tile, blocks.rows(b), rows, kGroup);
   }
 
@@ -279,7 +280,7 @@ class QkvRopeWrite : public Op {
   }
 
   void run(const Plan& plan, const Step& step, int begin, int end, int thread) override {
-    const Beside beside{plan, step, thread};
+    const Extras extras{plan, step, thread};
     const Buffer& x = plan.buffer(a_.x);
     const Blocks& blocks = plan.blocks_of(x);
     alignas(64) float tile[kMaxBlockRows * 16];
@@ -295,7 +296,7 @@ class QkvRopeWrite : public Op {
       if (out && rows >= kRowsToFetch) fetch(out->row(row) + 16 * t, nullptr, out->width, rows);
       Places places;
       const bool together = !out && find(plan, step, part, row, rows, 16 * t, n, places);
-      multiply(plan, x, true, blocks, b, a_.weights[part], t, a_.biases[part], tile, beside, turn);
+      multiply(plan, x, true, blocks, b, a_.weights[part], t, a_.biases[part], tile, extras, turn);
       const bool rotated_to_out = part < 2 && out && n == 16;
       if (part < 2) {
         const Buffer& angles = plan.buffer(a_.angles);
