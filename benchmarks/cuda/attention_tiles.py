@@ -19,7 +19,8 @@ import programs  # before torch, which must know where kernels run
 from programs import decoding, executable_of, plan_of, sequences_of, step_of
 from results import Results
 
-from headrace.backend.cuda import CudaExecutable, step_attention
+from headrace.backend.cuda import step_attention
+from headrace.backend.cuda.executable import CudaExecutable
 from headrace.backend.cuda.kernels.attention_tiles import Tiles, tiles_for
 from headrace.backend.cuda.timing import seconds
 from headrace.backend_traits import KvDtype

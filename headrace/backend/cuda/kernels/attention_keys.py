@@ -214,12 +214,17 @@ def _times(planes, factor):
 
 
 @triton.jit
-def _zeros(SHAPE: tl.constexpr, PLANES: tl.constexpr):
-    """Empty sums of each plane."""
+def _empty(
+    ROWS: tl.constexpr, COLS: tl.constexpr, PLANES: tl.constexpr, IS_TURNED: tl.constexpr
+):  # fmt: skip
+    """Empty sums of each plane and of weights, and maxima."""
+    SUMS: tl.constexpr = [COLS // PLANES, ROWS] if IS_TURNED else [ROWS, COLS // PLANES]
+    WEIGHTS: tl.constexpr = [16, ROWS] if IS_TURNED else [ROWS, 16]
     planes = ()
     for _ in tl.static_range(PLANES):
-        planes += (tl.zeros(SHAPE, tl.float32),)  # type: ignore[assignment]
-    return planes
+        planes += (tl.zeros(SUMS, tl.float32),)  # type: ignore[assignment]
+    most = tl.full((ROWS,), float("-inf"), tl.float32)
+    return planes, tl.zeros(WEIGHTS, tl.float32), most
 
 
 @triton.jit
@@ -287,12 +292,8 @@ def attend(
     num_tiles = _count_of(first_tile, stop_tile, sink_tiles, window_tile)
 
     PLANES: tl.constexpr = 2 if IS_CODE else 1
-    COLS: tl.constexpr = VALUE_COLS // PLANES
-    SUMS: tl.constexpr = [COLS, ROWS] if IS_TURNED else [ROWS, COLS]
-    WEIGHTS: tl.constexpr = [16, ROWS] if IS_TURNED else [ROWS, 16]
     SCORES: tl.constexpr = [KEYS, ROWS] if IS_TURNED else [ROWS, KEYS]
-    acc, weight = _zeros(SUMS, PLANES), tl.zeros(WEIGHTS, tl.float32)
-    most = tl.full((ROWS,), float("-inf"), tl.float32)
+    acc, weight, most = _empty(ROWS, VALUE_COLS, PLANES, IS_TURNED)
     total, total_weight, total_most = acc, weight, most
     TYPE: tl.constexpr = query[0].dtype
     if IS_TURNED:
@@ -333,9 +334,7 @@ def attend(
             total, total_weight, total_most = _with_split(
                 total, total_weight, total_most, acc, weight, most, FORMAT, IS_TURNED
             )
-            acc = _zeros(SUMS, PLANES)
-            weight = tl.zeros(WEIGHTS, tl.float32)
-            most = tl.full((ROWS,), float("-inf"), tl.float32)
+            acc, weight, most = _empty(ROWS, VALUE_COLS, PLANES, IS_TURNED)
         tile_most = tl.max(scores, axis=0 if IS_TURNED else 1)
         most, faded, _ = factors(most, tl.ceil(tile_most * scale if IS_RAW else tile_most))
         faded = _by_row(faded, IS_TURNED)
