@@ -22,16 +22,15 @@ class IndependentAcceptor:
 
     def logit_ops(self, seqs: list[AnySequence]) -> list[LogitOp]:
         method = self._method
-        # Arguments by name would take twice as long.
         return [
             SampleOp(
                 seq.first_sample_row,
                 seq.position,
-                seq.sampler,
-                seq.draft,
-                seq.num_logprobs,
-                method,
-                seq.masks,
+                sampler=seq.sampler,
+                draft=seq.draft,
+                num_logprobs=seq.num_logprobs,
+                method=method,
+                masks=seq.masks,
             )
             for seq in seqs
         ]
@@ -53,4 +52,4 @@ class IndependentAcceptor:
 def _commit(source: int, result: LogitOpResult) -> Commit | None:
     if not isinstance(result, SampleResult):
         return None
-    return Commit(source, result.path, result.tokens, result.logprobs)
+    return Commit(source, result.path, tokens=result.tokens, logprobs=result.logprobs)

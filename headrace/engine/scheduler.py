@@ -230,7 +230,7 @@ class Scheduler(SequenceQueues):
                         return
                 copies += new_copies
             can_sample = num_rows == seq.num_uncomputed and not seq.request.pooling
-            scheduled.append(ScheduledSequence(seq, num_rows, can_sample))
+            scheduled.append(ScheduledSequence(seq, num_rows, can_sample=can_sample))
         output.scheduled.extend(scheduled)
         output.copies.extend(copies)
 

@@ -117,7 +117,7 @@ class Request:
         for index, output in enumerate(self.outputs):
             if output.has_new:
                 text, token_ids, logprobs = output.take()
-                update = Update(self.id, index, text, token_ids, logprobs)
+                update = Update(self.id, index, text=text, token_ids=token_ids, logprobs=logprobs)
                 update.finish_reason, update.stop_reason = output.finish_reason, output.stop_reason
                 updates.append(update)
         if updates and updates[-1].finish_reason and self.ended:
