@@ -181,7 +181,8 @@ def bubble(args: argparse.Namespace) -> None:
     executable: Any = engine._loop.executable
     machine, size = hardware.this_machine(1), StepSize(((0, 1),) * rows, rows, 2)
     predicted = [
-        1000 * step_seconds(program, size, machine) for program in programs_of(args.model, mesh)
+        1000 * step_seconds(program, size, machine)
+        for program in reversed(programs_of(args.model, mesh))  # rank 0 has the last stage
     ]
     of = f"stages of {mesh.layers[0]} and {mesh.layers[1]} layers"
     print(
@@ -211,7 +212,7 @@ def bubble(args: argparse.Namespace) -> None:
         found = statistics.median(shares[1:])
         stages = [
             1000 * statistics.median(f.end - f.begin for f in stage_steps if f.rank == rank)
-            for rank in range(2)
+            for rank in (1, 0)
         ]
         table.append(
             [

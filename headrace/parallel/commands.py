@@ -39,6 +39,12 @@ class CommandKind(IntEnum):
     STAGE_STEPS = 7
     PREPARE = 8
     """Prepare for steps of up to these rows and logit rows."""
+    MAKE_HOST_BLOCKS = 9
+    """Make host blocks, as many of each KV group."""
+    SAVE_BLOCK = 10
+    """Save a block of the KV group with the command's number to a host block."""
+    LOAD_BLOCK = 11
+    """Load a host block to a block of the KV group with the command's number."""
 
 
 class Command(NamedTuple):

@@ -39,6 +39,8 @@ class DeviceTransport(ProcessGroups):
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
         super().__init__(mesh, rank)
+        if not is_interpreting():
+            self.max_step_seconds = TIMEOUT_SECONDS
         for name, value in _NCCL_OPTIONS.items():
             os.environ.setdefault(name, value)
 

@@ -155,13 +155,40 @@ class ParallelExecutable:
             self._rank.move_slots(group, source, target)
 
     def host_blocks(self, num_bytes: int) -> HostBlocks | None:
-        return None
+        counts = self._rank.host_block_counts(num_bytes)
+        if not counts or not all(counts):
+            return None
+        local = self._rank.make_host_blocks(counts)
+        self._workers.make_host_blocks(counts)
+        return _RankHostBlocks(local, self)
+
+    def copy_block(self, kind: CommandKind, group: int, source: int, target: int) -> None:
+        """Copy a block on the other ranks, in order with launches."""
+        with self._working():
+            self._workers.send(Command(kind, group, [ints([source, target])]))
 
     def close(self) -> None:
         self._last_ticket = None  # it refers to this object and to samplers
         if self._number == 0:
             self._workers.close()
             self._rank.close()
+
+
+class _RankHostBlocks:
+    """Host blocks of all ranks: each copies its own heads and layers."""
+
+    def __init__(self, local: HostBlocks, executable: ParallelExecutable) -> None:
+        self._local, self._executable = local, executable
+        self.num_blocks, self.block_bytes = local.num_blocks, local.block_bytes
+        self.block_seconds = local.block_seconds
+
+    def save(self, group: int, block: int, host_block: int) -> None:
+        self._local.save(group, block, host_block)  # it may raise MemoryError
+        self._executable.copy_block(CommandKind.SAVE_BLOCK, group, block, host_block)
+
+    def load(self, group: int, host_block: int, block: int) -> None:
+        self._local.load(group, host_block, block)
+        self._executable.copy_block(CommandKind.LOAD_BLOCK, group, host_block, block)
 
 
 class _Ticket:

@@ -3,11 +3,13 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+from headrace.backend import HostBlocks, host_block_counts
 from headrace.backend.cuda import compile_share
 from headrace.backend.cuda.executable import CudaExecutable
 from headrace.backend.cuda.ticket import CudaTicket
 from headrace.batch import RaggedBatch
 from headrace.logit_ops import LogitOp
+from headrace.parallel.config import ranks_of_host
 from headrace.parallel.device_transport import DeviceTransport
 from headrace.parallel.rank import Rank, RankConfig
 from headrace.program.trace import Program
@@ -55,6 +57,24 @@ class GpuRank(Rank[CudaExecutable]):
         self._tickets.append(self.executables[number].launch(batch))
         while self._tickets and self._tickets[0].ready:
             self._tickets.popleft().wait()
+
+    def host_block_counts(self, num_bytes: int) -> list[int]:
+        config, own_bytes = self.config, num_bytes // ranks_of_host(self.config.mesh)
+        counts: list[list[int]] = []
+        for rank in range(config.mesh.ranks):
+            share = config.mesh.program(self._program, rank, self._layer_stages)
+            block_bytes = [
+                group.block_bytes(config.kv.dtype, config.kv.block_size)
+                for group in share.kv_groups
+            ]
+            if not all(block_bytes):
+                return []  # a stage without layers of a group has nothing to copy
+            groups = list(zip(config.kv.num_blocks, block_bytes, strict=True))
+            counts.append(host_block_counts(own_bytes, groups))
+        return list(map(min, zip(*counts, strict=True)))
+
+    def make_host_blocks(self, counts: Sequence[int]) -> HostBlocks:
+        return self.executables[0].make_host_blocks(counts)
 
     def forget_steps(self) -> None:
         self._tickets.clear()

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from math import inf
 from typing import Any
 
 from torch.distributed import PrefixStore, ProcessGroupGloo
@@ -20,6 +21,8 @@ class ProcessGroups:
     def __init__(self, mesh: Mesh, rank: int) -> None:
         self._mesh, self._rank = mesh, rank
         self.share, self._stage = mesh.share(rank), mesh.stage(rank)
+        self.max_step_seconds = inf
+        """Seconds of a step's exchanges, unless each of them ends with an error by itself."""
         self._all_ranks: Any = None
         self._stage_ranks: Any = None
 

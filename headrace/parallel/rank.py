@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backend import Executable, instructions
+from headrace.backend import Executable, HostBlocks, instructions
 from headrace.backend_traits import BackendName
 from headrace.batch import Ints, RaggedBatch
 from headrace.config import Activations, KvConfig
@@ -104,6 +104,17 @@ class Rank(Generic[_E]):
 
     def run(self, number: int, batch: RaggedBatch) -> None:
         """Run this rank's part of a step on another rank."""
+        raise NotImplementedError
+
+    def host_block_counts(self, num_bytes: int) -> list[int]:
+        """Return the host blocks of each KV group that fit on every rank; none: KV is on the host.
+
+        The ranks of a machine share `num_bytes`.
+        """
+        return []
+
+    def make_host_blocks(self, counts: Sequence[int]) -> HostBlocks:
+        """Make host blocks, as many of each KV group. Raises MemoryLimitError without memory."""
         raise NotImplementedError
 
     def forget_steps(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from headrace.backend import HostBlocks
 from headrace.errors import HeadraceError, RankLostError
 from headrace.parallel.commands import (
     HEADER,
@@ -38,6 +39,13 @@ FAILED = b"\x03"
 another rank has left the step.
 """
 GENERATION = struct.Struct("<i")
+_STEPS = (
+    CommandKind.RUN,
+    CommandKind.MOVE_SLOTS,
+    CommandKind.SAVE_BLOCK,
+    CommandKind.LOAD_BLOCK,
+)
+"""Commands whose errors end a step, and no process."""
 LENGTH = struct.Struct("<i")
 """Length before each message; a heartbeat is empty."""
 
@@ -110,6 +118,7 @@ class _Worker:
         self._rank = rank
         self._transport = transport
         self._generation = 0
+        self._host_blocks: HostBlocks | None = None
 
     def run(self, command: Command) -> None:
         rank, transport, arrays = self._rank, self._transport, command.arrays
@@ -121,13 +130,17 @@ class _Worker:
                 host, port = self._channel.host, int(arrays[0][0])
                 store = TCPStore(host, port, is_master=False, wait_for_workers=False)
                 transport.connect(transport.open_groups(store))
-            case CommandKind.RUN | CommandKind.MOVE_SLOTS if transport.is_connected:
+            case kind if kind in _STEPS:
+                if not transport.is_connected:
+                    return  # the step has failed on another rank
                 try:
                     self._run_step(command)
                 except Exception as error:
                     self._leave_groups(error)
             case CommandKind.ADD_ADAPTER:
                 self._channel.reply(ANSWER + self._add_adapter(arrays))
+            case CommandKind.MAKE_HOST_BLOCKS if arrays[0] is not None:
+                self._channel.reply(ANSWER + self._make_host_blocks(arrays[0].tolist()))
             case CommandKind.REMOVE_ADAPTER:
                 rank.remove_adapter(command.program)
             case CommandKind.PREPARE if arrays[0] is not None:
@@ -141,8 +154,13 @@ class _Worker:
             source, target = arrays
             assert source is not None and target is not None
             rank.move_slots(command.program, source, target)
-            return
-        rank.run(command.program, batch_from_arrays(arrays))
+        elif command.kind in (CommandKind.SAVE_BLOCK, CommandKind.LOAD_BLOCK):
+            assert self._host_blocks and arrays[0] is not None
+            is_save = command.kind == CommandKind.SAVE_BLOCK
+            copy = self._host_blocks.save if is_save else self._host_blocks.load
+            copy(command.program, *arrays[0].tolist())
+        else:
+            rank.run(command.program, batch_from_arrays(arrays))
 
     def _leave_groups(self, error: Exception) -> None:
         """End the exchanges of a failed step, so that no rank waits for this one."""
@@ -159,6 +177,14 @@ class _Worker:
             self._rank.add_adapter(adapter_from_arrays(arrays))
         except Exception as error:
             self._rank.add_adapter({})
+            return _describe(error)
+        return b""
+
+    def _make_host_blocks(self, counts: Sequence[int]) -> bytes:
+        """Return the error, or nothing."""
+        try:
+            self._host_blocks = self._rank.make_host_blocks(counts)
+        except Exception as error:
             return _describe(error)
         return b""
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from math import inf
 from threading import Condition, Event, Thread
 from typing import Any
 
@@ -51,6 +52,8 @@ class Workers:
         self._transport, self._identity = transport, identity
         self._adapters: dict[int, bytes] = {}
         """Commands that add the loaded adapters, by number; a restart repeats them."""
+        self._make_blocks: bytes | None = None
+        """Command that makes host blocks, repeated as well."""
         self._changed = Condition()
         self._loss = ""
         """Why the workers have ended."""
@@ -62,6 +65,8 @@ class Workers:
         self.generation = 0
         """The number of process groups that ended; a step belongs to one generation."""
         self._restart_times: list[float] = []
+        self._working_since = inf
+        """Time at which this rank began to launch a step, or to wait for one."""
         self._store: TCPStore | None = None
         self._workers: list[WatchedWorker] = []
         self._start_all()
@@ -90,9 +95,12 @@ class Workers:
         elif not self._is_joined:
             self._join()
         try:
+            self._working_since = time.monotonic()
             yield
         except Exception as error:
             raise self._leave_groups(error) from None
+        finally:
+            self._working_since = inf
 
     def check(self) -> None:
         """Raise RankLostError if a rank is lost, or its step has failed."""
@@ -110,6 +118,8 @@ class Workers:
                 raise RankLostError(self._loss)
         self._join()
         self._repeat_adapters()
+        if self._make_blocks:
+            self._add(self._make_blocks)
 
     def send(self, command: Command) -> None:
         self._send_bytes(encode(command))
@@ -128,6 +138,11 @@ class Workers:
             raise
         except (RankLostError, OSError) as error:
             log.warning("an adapter will be added after the restart of the ranks: %s", error)
+
+    def make_host_blocks(self, counts: Sequence[int]) -> None:
+        """Make host blocks on all workers. Raises RankFailedError if one has no memory."""
+        self._make_blocks = encode(Command(CommandKind.MAKE_HOST_BLOCKS, 0, [ints(list(counts))]))
+        self._add(self._make_blocks)
 
     def remove_adapter(self, number: int) -> None:
         """Remove an adapter. After a loss, the restart does not add it."""
@@ -305,6 +320,8 @@ class Workers:
             while not self._loss:
                 for key, _ in selector.select(_TICK_SECONDS):
                     self._read_replies(key.data)
+                if time.monotonic() - self._working_since > self._transport.max_step_seconds:
+                    self._lose(f"a step has not ended for {self._transport.max_step_seconds:.0f} s")
                 for worker in workers:
                     if worker.is_stopped():
                         self._lose(

@@ -568,7 +568,12 @@ class CudaExecutable:
         counts = host_block_counts(
             num_bytes, [(store.num_blocks, store.block_bytes) for store in self._stores]
         )
-        return CudaHostBlocks(self._stores, counts, self._stream) if all(counts) else None
+        return self.make_host_blocks(counts) if all(counts) else None
+
+    @device_errors
+    def make_host_blocks(self, counts: Sequence[int]) -> CudaHostBlocks:
+        """Host blocks, `counts` of each KV group. Raises MemoryLimitError without memory."""
+        return CudaHostBlocks(self._stores, counts, self._stream)
 
     def close(self) -> None:
         self._variants.clear()

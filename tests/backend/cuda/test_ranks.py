@@ -21,9 +21,14 @@ from tests.tiny import random_tensors
 
 IS_LONG = "HEADRACE_TRITON_EXAMPLES" in os.environ
 BLOCK_SIZE = 8
-MESHES = [Mesh(2, 1), Mesh(1, 2), Mesh(2, 2), Mesh(2, 1, sequence=True)]
+MESHES = [Mesh(2, 1), Mesh(2, 2, sequence=True)]
 FEW = [("llama3-gqa", Mesh(2, 1)), ("mixtral", Mesh(2, 2, sequence=True))]
-ALL = [(name, mesh) for name in CONFIGS for mesh in [*MESHES, Mesh(2, 2, shares_experts=False)]]
+ALL = [(name, mesh) for name in CONFIGS for mesh in MESHES] + [
+    ("llama3-gqa", Mesh(1, 3)),
+    ("llama-mqa", Mesh(4, 1)),
+    ("mixtral", Mesh(2, 1, shares_experts=False)),
+    ("deepseek-v2", Mesh(3, 1)),
+]
 
 
 @pytest.mark.parametrize(("name", "mesh"), ALL if IS_LONG else FEW)
