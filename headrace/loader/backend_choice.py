@@ -120,7 +120,7 @@ def choose_backend(
     if not traits_of(choice.backend).on_gpu:
         return choice
     on_gpu = replace(with_kv_dtype(config, checkpoint), backend=choice.backend)
-    obstacle = _gpu_obstacle(on_gpu, checkpoint, drafts or DraftCheckpoints())
+    obstacle = _gpu_obstacle(on_gpu, checkpoint, drafts or DraftCheckpoints(), host)
     return BackendChoice("cpu", _unused_gpu(obstacle)) if obstacle else choice
 
 
@@ -170,7 +170,9 @@ def _unused_gpu(reason: str) -> str:
     return f"the GPU is not used: {reason}"
 
 
-def _gpu_obstacle(config: EngineConfig, checkpoint: Checkpoint, drafts: DraftCheckpoints) -> str:
+def _gpu_obstacle(
+    config: EngineConfig, checkpoint: Checkpoint, drafts: DraftCheckpoints, host: GpuHost
+) -> str:
     """Return why the model cannot run on the GPU, or an empty string if it can."""
     try:
         check_kv_dtype(config.backend, config.kv_format)
@@ -179,6 +181,11 @@ def _gpu_obstacle(config: EngineConfig, checkpoint: Checkpoint, drafts: DraftChe
         fit_context(config, checkpoint, program, drafts)
     except ImportError as error:
         return f"torch or triton cannot be imported: {error}"
-    except (RequestError, UnsupportedModelError, MemoryLimitError) as error:
+    except (RequestError, UnsupportedModelError) as error:
         return str(error)
+    except MemoryLimitError as error:
+        count = host.gpu.count if host.gpu else 1
+        if count <= mesh_of(config).ranks:
+            return str(error)
+        return f"{error}; set tensor_parallel_size to {count} to share it between {count} GPUs"
     return ""

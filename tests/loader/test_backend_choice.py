@@ -130,6 +130,10 @@ def test_model_too_large_for_the_gpu_runs_on_the_cpu(
         and f"{weights:,} bytes of weights" in remark
         and "are free on the GPU; the model is too large for this GPU" in remark
     )
+    on(replace(READY, gpu=replace(H100, count=2)), 10**9 + weights, 10**11)
+    assert chosen(checkpoint)[1] == (
+        f"{remark}; set tensor_parallel_size to 2 to share it between 2 GPUs"
+    )
     on(READY, 10**9 + weights + 10**6)
     assert chosen(checkpoint) == ("cuda", "")
     with pytest.raises(MemoryLimitError, match="free on the GPU; set max_model_len to"):
