@@ -106,10 +106,9 @@ def executable_of(llm: LLM) -> ParallelExecutable:
 
 
 def test_ranks_with_all_features(ranks: LLM, one: LLM) -> None:
-    """Quantised KV in few blocks, drafts, chunks, prefix cache, adapters, penalties, beams."""
+    """Quantised KV in few blocks, drafts, prompt chunks, adapters, penalties and beams."""
     assert results(ranks) == results(one)
-    stats = ranks.stats()
-    assert stats.preemptions and stats.cached_tokens and stats.drafted
+    assert ranks.stats().drafted
 
 
 def test_pooled_rows_of_ranks(ranks: LLM, one: LLM) -> None:
