@@ -71,7 +71,7 @@ def main() -> int:
         args.tokens = 2
     from headrace import LLM
 
-    options: dict[str, Any] = {"backend": "cuda", "max_model_len": 512, "max_num_seqs": 64}
+    options: dict[str, Any] = {"backend": "cuda", "max_model_len": 256, "max_num_seqs": 64}
     if args.smoke:
         options |= {"kv_blocks": 16, "max_num_seqs": 4}
     with LLM(args.model, **options) as llm:
