@@ -339,7 +339,7 @@ def weight_of(launch: Launch) -> str:
     constants = launch.constants
     if "UNROLL" not in constants:
         return ""
-    return str((constants["FORMAT"], constants.get("OUTLIERS")))
+    return str(constants["FORMAT"])
 
 
 def bytes_in_flight(kernel: dict[str, Any], gpu: Architecture, programs: int) -> int:

@@ -63,7 +63,7 @@ def multiplies(kernel: Kernel) -> bool:
     """Whether the kernel multiplies on tensor cores, by instructions that have names here."""
     weight = kernel["weight"] if kernel["chip"] not in ("sm_100", "gfx942") else ""
     is_bf16 = "compute='bf16'" in weight
-    return bool(weight) and (is_bf16 or kernel["constants"].get("INT8", False))
+    return bool(weight) and (is_bf16 or "family='int8" in weight)
 
 
 def test_all_kernels_compile() -> None:

@@ -67,10 +67,9 @@ def linear(
             *(0 if t is None else t.stride(0) for t in (out, x, residual, delta, codes)),
         ),
         {
-            "FORMAT": weight_format(weight, multiply_type),
+            "FORMAT": weight_format(weight, multiply_type, in_int8=quantised is not None),
             **{"ACTIVATION": activation, "GATE": gate, "BIAS": bias is not None},
             **{"RESIDUAL": residual is not None, "DELTA": delta is not None},
-            **{"INT8": quantised is not None, "OUTLIERS": weight.layout.outliers},
             **{"SPLITS": splits, "PARALLEL": tile.is_parallel, **tile.constants},
         },
     )
@@ -80,14 +79,13 @@ def linear(
 def _sum(
     x, x_codes, x_scales, m, mask, code_offsets, offsets, columns,
     codes, scales, zeros, lookup, order, rows, num_rows, first_split, last_split,
-    FORMAT: tl.constexpr, INT8: tl.constexpr, OUTLIERS: tl.constexpr, SPLITS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    FORMAT: tl.constexpr, SPLITS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Sum some ranges of columns of a product, one range after the other: [rows, rows of x]."""
-    if INT8:
+    if FORMAT.family == "int8 rows" or FORMAT.family == "int8 rows, outliers":
         sums = int8_product(
             x_codes, x_scales, x, m, mask, code_offsets, offsets, columns, codes, scales, rows,
-            FORMAT.tile, OUTLIERS,
+            FORMAT,
         )  # fmt: skip
     elif SPLITS == 1:
         sums = product(
@@ -128,9 +126,8 @@ def linear_kernel(
     partials, arrivals,
     M, N, num_rows, K, out_stride, x_stride, residual_stride, delta_stride, codes_stride,
     FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, DELTA: tl.constexpr, INT8: tl.constexpr, OUTLIERS: tl.constexpr,
-    SPLITS: tl.constexpr, PARALLEL: tl.constexpr, UNROLL: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    RESIDUAL: tl.constexpr, DELTA: tl.constexpr, SPLITS: tl.constexpr, PARALLEL: tl.constexpr,
+    UNROLL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile; consecutive programs read the same rows of the weight.
 
@@ -156,7 +153,7 @@ def linear_kernel(
         sums = _sum(
             x, x_codes, x_scales, m, in_m, m * codes_stride, m * x_stride, K,
             codes, scales, zeros, lookup, order, row, num_rows, split, split + 1,
-            FORMAT, INT8, OUTLIERS, SPLITS, UNROLL,
+            FORMAT, SPLITS, UNROLL,
         )  # fmt: skip
         own = _partial(partials, split, m, M, row, num_rows)
         tl.store(own, sums, mask=in_m[None, :])
@@ -169,7 +166,7 @@ def linear_kernel(
             sums = _sum(
                 x, x_codes, x_scales, m, in_m, m * codes_stride, m * x_stride, K,
                 codes, scales, zeros, lookup, order, row, num_rows, 0, SPLITS,
-                FORMAT, INT8, OUTLIERS, SPLITS, UNROLL,
+                FORMAT, SPLITS, UNROLL,
             )  # fmt: skip
         y = tl.trans(sums)
         if DELTA:

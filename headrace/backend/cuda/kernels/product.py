@@ -49,25 +49,29 @@ def plane_codes(words, plane, PLANES: tl.constexpr):
 
 
 @triton.jit
-def _scales(scales, tile, rows, num_rows, PLANE: tl.constexpr, FORMAT: tl.constexpr):
-    """Scales of a plane, float32 [rows, 1], or [rows, PART] if it has several groups."""
+def _of_plane(
+    table, tile, rows, num_rows, KIND: tl.constexpr, PLANE: tl.constexpr, FORMAT: tl.constexpr
+):
+    """Scales, zero points or minima of a plane, float32 [rows, 1], or [rows, PART] if it has
+    several groups.
+    """
     part: tl.constexpr = FORMAT.tile // FORMAT.planes
-    kind: tl.constexpr = FORMAT.scale
     numbers = table_numbers(
-        scales, tile, rows, num_rows, kind, PLANE * part, FORMAT.group, part, FORMAT.tile
+        table, tile, rows, num_rows, KIND, PLANE * part, FORMAT.group, part, FORMAT.tile
     )
     return numbers if numbers.shape[1] == 1 else over_columns(numbers, part)
 
 
 @triton.jit
+def _scales(scales, tile, rows, num_rows, PLANE: tl.constexpr, FORMAT: tl.constexpr):
+    kind: tl.constexpr = FORMAT.scale
+    return _of_plane(scales, tile, rows, num_rows, kind, PLANE, FORMAT)
+
+
+@triton.jit
 def _zeros(zeros, tile, rows, num_rows, PLANE: tl.constexpr, FORMAT: tl.constexpr):
-    """Zero points or minima of a plane, in the shapes of scales."""
-    part: tl.constexpr = FORMAT.tile // FORMAT.planes
     kind: tl.constexpr = FORMAT.zero_store
-    numbers = table_numbers(
-        zeros, tile, rows, num_rows, kind, PLANE * part, FORMAT.group, part, FORMAT.tile
-    )
-    return numbers if numbers.shape[1] == 1 else over_columns(numbers, part)
+    return _of_plane(zeros, tile, rows, num_rows, kind, PLANE, FORMAT)
 
 
 @triton.jit
@@ -190,11 +194,11 @@ def _of_bytes(words, scales, zeros, lookup, tile, rows, num_rows, FORMAT: tl.con
 @triton.jit
 def _tile_numbers(words, scales, zeros, lookup, tile, rows, num_rows, FORMAT: tl.constexpr):
     """Turn the stored words of a tile into the numbers of a product, [rows, columns]."""
-    if FORMAT.scale == "":
+    if FORMAT.family == "numbers":
         values = words.to(tl.bfloat16 if FORMAT.compute == "bf16" else tl.float32)
-    elif FORMAT.planes == 4:
+    elif FORMAT.family == "nibbles":
         values = _of_nibbles(words, scales, zeros, lookup, tile, rows, num_rows, FORMAT)
-    elif FORMAT.planes == 2:
+    elif FORMAT.family == "bytes":
         values = _of_bytes(words, scales, zeros, lookup, tile, rows, num_rows, FORMAT)
     else:
         values = _plain_plane(words, scales, zeros, lookup, tile, rows, num_rows, 0, FORMAT)
@@ -240,25 +244,25 @@ def product(
 @triton.jit
 def int8_product(
     x_codes, x_scales, x, m, mask, code_offsets, offsets, columns, codes, scales, rows,
-    TILE: tl.constexpr, OUTLIERS: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Multiply an int8 matrix with int8 rows [rows, whole tiles], both scaled by row; sums are
     exact: float32 [rows, rows of x].
 
-    With OUTLIERS the numbers of x that the codes leave out are multiplied as floats, in two bf16
-    parts; bf16 represents all codes of weights.
+    If the family has outliers, the numbers of x that the codes leave out are multiplied as floats,
+    in two bf16 parts; bf16 represents all codes of weights.
     """
-    k = tl.arange(0, TILE)
-    num_tiles = tl.cdiv(columns, TILE)
-    at = codes + rows.to(tl.int64)[:, None] * (num_tiles * TILE) + k[None, :]
+    k = tl.arange(0, FORMAT.tile)
+    num_tiles = tl.cdiv(columns, FORMAT.tile)
+    at = codes + rows.to(tl.int64)[:, None] * (num_tiles * FORMAT.tile) + k[None, :]
     exact = tl.zeros([rows.shape[0], m.shape[0]], tl.int32)
     wide = tl.zeros([rows.shape[0], m.shape[0]], tl.float32)
     for tile in range(0, num_tiles):
-        w = tl.load(at + tile * TILE)
-        first = tile * TILE
+        w = tl.load(at + tile * FORMAT.tile)
+        first = tile * FORMAT.tile
         a = tl.load(x_codes + code_offsets[:, None] + (first + k)[None, :], mask[:, None], 0)
         exact = tl.dot(w, tl.trans(a), exact, out_dtype=tl.int32)
-        if OUTLIERS:
+        if FORMAT.family == "int8 rows, outliers":
             v = tl.load(
                 x + offsets[:, None] + (first + k)[None, :],
                 mask=mask[:, None] & (first + k < columns)[None, :],

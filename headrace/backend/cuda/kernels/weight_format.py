@@ -7,13 +7,16 @@ import triton
 import triton.language as tl
 
 from headrace.backend.cuda.architecture import architecture
-from headrace.backend.cuda.layout import SUPER_BLOCK, ScaleStore, Store, WeightLayout
+from headrace.backend.cuda.layout import SUPER_BLOCK, ScaleStore, WeightLayout
 from headrace.backend.cuda.packing import PackedWeight
 from headrace.quant.spec import CODEBOOKS
 from headrace.record import frozen
 
 _SUPER_BLOCK = tl.constexpr(SUPER_BLOCK)
 
+# Numbers; codes of which a word has one, two (bytes) or four (nibbles); or rows that are
+# multiplied as int8 with rows in int8, perhaps with floats for large activations
+Family = Literal["numbers", "codes", "bytes", "nibbles", "int8 rows", "int8 rows, outliers"]
 # How codes become numbers: by plain operations, or by PTX on pairs of them
 Decoder = Literal["plain", "pairs", "pairs in f32", "bytes", "fused bytes"]
 
@@ -22,7 +25,7 @@ Decoder = Literal["plain", "pairs", "pairs in f32", "bytes", "fused bytes"]
 class WeightFormat:
     """A weight's layout, and how it is multiplied: one compile-time constant of a kernel."""
 
-    store: Store
+    family: Family
     planes: int  # Codes in a stored word
     tile: int  # Columns of a tile
     group: int
@@ -38,13 +41,15 @@ class WeightFormat:
     decoder: Decoder
 
 
-def weight_format(weight: PackedWeight, activations: torch.dtype) -> WeightFormat:
-    """Describe the product of a weight with activations of a type."""
+def weight_format(
+    weight: PackedWeight, activations: torch.dtype, *, in_int8: bool = False
+) -> WeightFormat:
+    """Describe the product of a weight with activations of a type, or with rows in int8."""
     layout = weight.layout
     is_wide = activations == torch.float32 or layout.is_wide
     is_e2m1 = layout.lookup == CODEBOOKS["e2m1"]
     return WeightFormat(
-        store=layout.store,
+        family=_family(layout, in_int8),
         planes=layout.planes,
         tile=layout.tile,
         group=layout.group,
@@ -60,6 +65,15 @@ def weight_format(weight: PackedWeight, activations: torch.dtype) -> WeightForma
         precision="tf32" if layout.store == "f16" and activations != torch.float32 else "ieee",
         decoder="plain" if is_wide or not architecture().has_ptx else decoder_of(layout),
     )
+
+
+def _family(layout: WeightLayout, in_int8: bool) -> Family:
+    if in_int8:
+        return "int8 rows, outliers" if layout.outliers else "int8 rows"
+    if layout.scale is None:
+        return "numbers"
+    families: dict[int, Family] = {1: "codes", 2: "bytes", 4: "nibbles"}
+    return families[layout.planes]
 
 
 def decoder_of(layout: WeightLayout) -> Decoder:
