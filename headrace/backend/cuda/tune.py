@@ -104,12 +104,16 @@ def candidates(weight: Linear, chosen: Tile) -> Iterator[Tile]:
     if chosen.block_m > 64:
         heights |= {chosen.block_m // 2, min(256, 2 * chosen.block_m)}
     on_tensor_cores = is_on_tensor_cores(weight.layout, weight.activations)
-    widths = (64, 128) if on_tensor_cores else (32, 64)
-    stages: tuple[int, ...] = (2, 3, 4, 6) if chosen.block_m < 64 else (2, 3, 4)
+    widths: tuple[int, ...] = (64, 128) if on_tensor_cores else (32, 64)
+    stages: tuple[int, ...] = (2, 3, 4)
+    unrolls: tuple[int, ...] = (1, 2)
+    if chosen.block_m < 64:
+        # Fewer instructions a weight: tiles that are wide, or several a round.
+        widths, stages, unrolls = (*widths, 2 * widths[-1]), (2, 3, 4, 6), (1, 2, 4)
     if is_interpreting():
-        stages = (1,)
+        widths, stages, unrolls = widths[:2], (1,), (1,)
     for block_m, block_n, is_parallel, unroll, warps, num_stages in product(
-        sorted(heights), widths, sorted({False, weight.splits > 1}), (1, 2), (4, 8), stages
+        sorted(heights), widths, sorted({False, weight.splits > 1}), unrolls, (4, 8), stages
     ):
         tile = Tile(
             block_m=block_m,

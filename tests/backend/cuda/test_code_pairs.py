@@ -202,6 +202,25 @@ def test_scaled_by_all_short_floats(codes: NDArray[Any]) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "codes",
+    [CODES - 8, CODES - 16, CODES, CODES - 128, np.array(CODEBOOKS["e2m1"])],
+    ids=["signed", "less 16", "whole", "less 128", "e2m1"],
+)
+def test_scaled_by_all_bf16_numbers(codes: NDArray[Any]) -> None:
+    """The bits of a product in float32 that is rounded to bf16."""
+    scales = (ALL_WORDS << np.uint32(16)).view(np.float32)
+    scales = scales[np.isfinite(scales) & (np.abs(scales) < 1e36)]
+    (pairs,) = carried_out(code_pairs.UPPER_TWICE, 1, scales.view(np.uint32))
+    for code in codes.astype(np.float32):
+        both = np.broadcast_to(pair(bf16(code), bf16(-code)), scales.shape)
+        (found,) = carried_out(code_pairs.SCALED_BY_BF16, 1, both, pairs, pairs)
+        expected = pair(bf16(code * scales), bf16(-code * scales))
+        zero = (code == 0) | (scales == 0)  # whose sign says nothing
+        assert np.array_equal(found[~zero], expected[~zero])
+        assert not (found[zero] & np.uint32(0x7FFF7FFF)).any()
+
+
 @pytest.mark.parametrize("adds", [False, True])
 def test_scaled_in_float32(adds: bool) -> None:
     rng = np.random.default_rng(0)
@@ -306,6 +325,7 @@ TWINS = {
     "subtract_zero": plain_subtract_zero,
     "small_floats": plain_small_floats,
     "scaled": plain_scaled,
+    "scaled_by_bf16": plain_scaled,
     "scaled_in_float32": plain_scaled_in_float32,
     "from_bytes": plain_from_bytes,
     "scaled_bytes": plain_scaled_bytes,

@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.backend.cuda.examples import examples
 from tests.backend.cuda.tensor_cores import cores_of
 
@@ -40,7 +42,7 @@ def on(*chips: str) -> list[str]:
     return ["--chips", *chips]
 
 
-def compiled(*words: str) -> list[Kernel]:
+def compiled(*words: str, program: str = "compiling") -> list[Kernel]:
     """Kernels that a process without the interpreter compiles."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {
@@ -48,7 +50,7 @@ def compiled(*words: str) -> list[Kernel]:
         "TRITON_CACHE_DIR": str(ROOT / "build/triton"),
         "PYTHONPATH": path,
     }
-    command = [sys.executable, "-m", "tests.backend.cuda.compiling", *words]
+    command = [sys.executable, "-m", f"tests.backend.cuda.{program}", *words]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert not result.returncode, result.stderr[-3000:]
     return [json.loads(line) for line in result.stdout.splitlines()]
@@ -138,7 +140,8 @@ def test_products_have_the_instructions_that_tests_replay() -> None:
         is_float32 = "precision='ieee', decoder='plain'" in kernel["weight"] and (
             "compute='f32'" in kernel["weight"]
         )
-        cores = cores_of(kernel["chip"], "BF16" if "store='bf16'" in kernel["weight"] else "")
+        is_bf16 = "family='numbers'" in kernel["weight"] and "compute='bf16'" in kernel["weight"]
+        cores = cores_of(kernel["chip"], "BF16" if is_bf16 else "")
         order = "in order" if cores.by == 1 else f"by {cores.by}"
         for dot in kernel["dots"]:
             name, kind, found = dot.split(" ", 2)
@@ -147,6 +150,16 @@ def test_products_have_the_instructions_that_tests_replay() -> None:
                 if (name, found) != (cores.dot, order):
                     wrong[name_of(kernel)] = dot
     assert seen and not wrong
+
+
+@pytest.mark.skipif(examples(1) == 1, reason="compiles many tiles: make test-triton")
+@pytest.mark.parametrize("name", ["BF16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("chip", ["sm_80", "sm_90"])
+def test_tuned_tiles_sum_columns_as_the_rule_does(chip: str, name: str) -> None:
+    words = [chip, name, "--rows", "1", "64", "512", "--every", "9"]
+    tiles = compiled(*words, program="compiling_tiles")
+    assert len(tiles) > 6
+    assert len({str(tile["dots"]) for tile in tiles}) == 1
 
 
 def spilt(kernel: Kernel) -> int:

@@ -61,6 +61,12 @@ SCALED = tl.constexpr("""{
     fma.rn.bf16x2 t, $1, $4, z;
     fma.rn.bf16x2 $0, $1, $2, t;
 }""")
+UPPER_TWICE = tl.constexpr("prmt.b32 $0, $1, $1, 0x3232;")
+SCALED_BY_BF16 = tl.constexpr("""{
+    .reg .b32 z;
+    mov.b32 z, 0x80008000;
+    fma.rn.bf16x2 $0, $1, $2, z;
+}""")
 SCALED_IN_FLOAT32 = tl.constexpr("""{
     .reg .b32 a, b;
     shl.b32 a, $1, 16;
@@ -156,6 +162,26 @@ def scaled(codes, scales):
         SCALED,
         "=r,r,r,r,r,r",
         [codes, tl.broadcast_to(high, codes.shape), tl.broadcast_to(low, codes.shape)],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def scaled_by_bf16(codes, scales):
+    """Codes [rows, PART] in bf16 times scales [rows, 1] in float32 that are numbers of bf16,
+    rounded once.
+
+    The upper half of such a scale is the scale in bf16.
+    """
+    pairs = tl.inline_asm_elementwise(
+        UPPER_TWICE, "=r,r", [scales], dtype=tl.int32, is_pure=True, pack=1
+    )
+    return tl.inline_asm_elementwise(
+        SCALED_BY_BF16,
+        "=r,r,r,r",
+        [codes, tl.broadcast_to(pairs, codes.shape)],
         dtype=tl.bfloat16,
         is_pure=True,
         pack=2,

@@ -11,6 +11,7 @@ import triton.language as tl
 from headrace.backend.cuda.kernels.code_pairs import (
     from_bytes,
     scaled,
+    scaled_by_bf16,
     scaled_bytes,
     scaled_in_float32,
     small_floats,
@@ -132,6 +133,8 @@ def _short_plane(
     scale = _scales(scales, tile, rows, num_rows, PLANE, FORMAT)
     if FORMAT.decoder == "pairs":
         values = scaled(codes, scale)
+    elif FORMAT.decoder == "pairs by bf16":
+        values = scaled_by_bf16(codes, scale)
     else:
         scale = tl.broadcast_to(scale, codes.shape)
         minimum = scale

@@ -18,7 +18,7 @@ _SUPER_BLOCK = tl.constexpr(SUPER_BLOCK)
 # multiplied as int8 with rows in int8, perhaps with floats for large activations
 Family = Literal["numbers", "codes", "bytes", "nibbles", "int8 rows", "int8 rows, outliers"]
 # How codes become numbers: by plain operations, or by PTX on pairs of them
-Decoder = Literal["plain", "pairs", "pairs in f32", "bytes", "fused bytes"]
+Decoder = Literal["plain", "pairs", "pairs by bf16", "pairs in f32", "bytes", "fused bytes"]
 
 
 @frozen
@@ -80,13 +80,14 @@ def decoder_of(layout: WeightLayout) -> Decoder:
     """How a GPU decodes a layout to bf16.
 
     Scales of at most 11 bits have two parts in bf16, by which integers of at most 5 bits, or
-    halves, are multiplied in pairs. Bytes times such scales are exact in float32.
+    halves, are multiplied in pairs; a scale in bf16 has one. Bytes times such scales are exact
+    in float32.
     """
     has_short_scale = layout.scale in ("f16", "bf16")
     if layout.planes == 4 and layout.lookup in ((), CODEBOOKS["e2m1"]):
         is_one_group = not layout.group or layout.group >= layout.part
         if has_short_scale and is_one_group and layout.zero != "minimum":
-            return "pairs"
+            return "pairs by bf16" if layout.scale == "bf16" else "pairs"
         is_exact = layout.zero == "none" or (layout.zero == "minimum" and layout.scale != "f32")
         if not layout.lookup and is_exact:
             return "pairs in f32"
