@@ -17,6 +17,7 @@ from headrace.planner import host
 
 checkpoint = open_checkpoint(resolve("smollm2", progress=False))
 executable = compile_program("cpu", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors, KvConfig((64,)), 2)
+executable.wait_for_weights()
 print(host.peak_memory(), executable.plan.weight_bytes)
 """  # noqa: E501
 

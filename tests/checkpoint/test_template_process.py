@@ -11,6 +11,7 @@ import threading
 import time
 from collections import UserList
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -45,11 +46,11 @@ def pid_of(renderer: Renderer) -> int:
 
 
 def children() -> set[int]:
-    return {
-        int(pid)
-        for task in Path("/proc/self/task").iterdir()
-        for pid in (task / "children").read_text().split()
-    }
+    found = set[int]()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            found |= {int(pid) for pid in (task / "children").read_text().split()}
+    return found
 
 
 def descriptors() -> int:

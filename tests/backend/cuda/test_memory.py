@@ -218,7 +218,7 @@ def test_memory_error_of_weights_and_kv(monkeypatch: pytest.MonkeyPatch) -> None
     def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(cuda, "CudaExecutable", full)
+    monkeypatch.setattr("headrace.backend.cuda.executable.CudaExecutable", full)
     weights = cuda.lower(program, tensors).weight_bytes
     with pytest.raises(
         MemoryLimitError,
