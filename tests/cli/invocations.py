@@ -223,7 +223,7 @@ MODELS = [
     Row("rm /", 3, "not in the cache"),
     Row("show {model}", 0, out="tiny"),
     Row("show {model} --json", 0, out='"fits"'),
-    Row("show {model} -tp 2 -pp 2", 0, out=r"(?s)Ranks.*\n3 +1 "),
+    Row("show {model} -tp 2 -pp 2", 0, out=r"(?s)Ranks.*\n0 +1 .*\n3 +0 "),
     Row("show {model} -tp 9", 3, "9 ranks cannot share"),
     Row("show {model} -pp 2 --pipeline-layers 1,2", 3, "do not give 2 layers in 2 stages"),
     Row("show {model} -tp 0", 2, "tensor_parallel_size must be a whole number from 1"),
