@@ -153,8 +153,12 @@ class Lowering:
             self.weights.vectors(biases, [weight.cols for weight in biases]) if biases else None
             for biases in ((*op.gate_bias, *op.up_bias), op.down_bias)
         )
+        # Pooled rows follow the padding of logit rows, so no count tells rows from padding: all
+        # are routed, and expert loads of such steps count padding, too.
+        has_pooled = op.x.rows != "step" and self.step.shape.pooled_rows > 0
+        num_rows = self.step.all_rows if has_pooled else self.step.num_rows
         return [
-            *align_experts(aligned, routing, self.step.num_rows, self.loads[op.out.id], first),
+            *align_experts(aligned, routing, num_rows, self.loads[op.out.id], first),
             expert_linear(
                 hidden,
                 x,

@@ -166,6 +166,19 @@ on_each_stream = pytest.mark.parametrize("stream", STREAMS, ids=lambda s: type(s
     slots=SLOTS,
     proposer="off",
 )
+@example(  # three scored rows, and a pooled one after their padding, go through experts
+    model=1,
+    arrivals=[Arrival(5, gap=1), Arrival(13, is_urgent=True)],
+    speed=0,
+    seed=0,
+    prepared=False,
+    multi_step_ms=0,
+    max_num_batched_tokens=8,
+    max_num_seqs=32,
+    prefix_cache=False,
+    slots=SLOTS,
+    proposer="off",
+)
 @given(
     model=st.integers(0, len(MODELS) - 1),
     arrivals=st.lists(
