@@ -17,7 +17,6 @@ import torch
 from figures import FORMATS
 from results import Results
 
-from headrace.backend.cuda.kernels.tiles import rule_tile
 from headrace.backend.cuda.layout import layout_of
 from headrace.backend.cuda.tune import Linear, Tuner, candidates
 from tests.backend.cuda.hollow import hollow_tensor
@@ -33,16 +32,7 @@ ROWS = (1, 16, 32, 64, 128, 512, 2048)
 
 def try_tiles(tuner: Tuner, num_rows: int) -> dict[str, Any]:
     """The time of a product with the rule's tile and with the fastest tile."""
-    weight = tuner.weight
-    chosen = rule_tile(
-        num_rows,
-        weight.rows,
-        weight.cols,
-        weight.layout,
-        weight.activations,
-        splits=weight.splits,
-        stored=weight.stored,
-    )
+    weight, chosen = tuner.weight, tuner.rule_tile(num_rows)
     took = tuner.time(num_rows, dict.fromkeys([chosen, *candidates(weight, chosen)]))
     best = min(took, key=lambda tile: took[tile])
     return {

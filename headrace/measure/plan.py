@@ -33,8 +33,9 @@ THIS = "this"
 GPU_RUNTIME_BYTES = 1 << 30
 """Reserved on a GPU for the context of CUDA, kernels, values and scratch of a step."""
 _EXCHANGE_SECONDS = 8e-6
-"""Fixed time of an exchange of NCCL's on one host, as its own tests print it (8 to 10 us)."""
-_PCIE_SHARE = 0.8
+"""Fixed time of an exchange on one host: an estimate."""
+_LINK_SHARE = 0.8
+"""Share of a link's bandwidth that exchanges reach: an estimate."""
 _HOUR = 3600
 
 
@@ -270,7 +271,7 @@ def _link(found: MachineFile, mesh: Mesh) -> Link | None:
             f"machine '{found.key}' has no link to another; use -tp 1 -pp 1, or name a machine "
             "with links"
         )
-    return Link(found.link.value * _PCIE_SHARE, _EXCHANGE_SECONDS)
+    return Link(found.link.value * _LINK_SHARE, _EXCHANGE_SECONDS)
 
 
 def _open(model: str, format: str | None) -> Checkpoint:

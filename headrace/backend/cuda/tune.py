@@ -135,14 +135,9 @@ class Tuner:
         self._stream, self._workspace = make_stream(), Workspace()
         self._weights: list[PackedWeight] = []
 
-    @device_errors
-    def tune(self, num_rows: int) -> tuple[Tile, TunedTile]:
-        """The tile of the rule, and the fastest, for a number of rows of activations.
-
-        Raises MemoryLimitError if the GPU has no room for the weights.
-        """
+    def rule_tile(self, num_rows: int) -> Tile:
         weight = self.weight
-        before = rule_tile(
+        return rule_tile(
             num_rows,
             weight.rows,
             weight.cols,
@@ -151,6 +146,14 @@ class Tuner:
             splits=weight.splits,
             stored=weight.stored,
         )
+
+    @device_errors
+    def tune(self, num_rows: int) -> tuple[Tile, TunedTile]:
+        """The tile of the rule, and the fastest, for a number of rows of activations.
+
+        Raises MemoryLimitError if the GPU has no room for the weights.
+        """
+        weight, before = self.weight, self.rule_tile(num_rows)
         took = self.time(num_rows, dict.fromkeys([before, *candidates(weight, before)]))
         now = min(took, key=lambda tile: took[tile])
         now = now if took[before] >= _MIN_GAIN * took[now] else before
