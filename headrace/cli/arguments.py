@@ -17,6 +17,7 @@ METHODS = ("rtn", "imatrix", "gptq", "awq", "smoothquant")
 MAX_TOKENS = 2**20
 MAX_COUNT = 2**20
 MAX_SECONDS = 10**7
+MAX_PRICE = 10**6
 _MAX_DIGITS = 40
 
 Arguments = argparse._ActionsContainer
@@ -241,6 +242,16 @@ def add_calibration(parser: argparse.ArgumentParser) -> None:
         default=512,
         metavar="N",
         help="length of a piece of text, in tokens; each piece starts from an empty KV cache",
+    )
+
+
+def add_price(parser: Arguments, thing: str = "this machine", note: str = "") -> None:
+    """Add `--price`; `thing` is what one rents."""
+    parser.add_argument(
+        "--price",
+        type=number(0, MAX_PRICE),
+        metavar="D",
+        help=f"price of {thing}, in dollars per hour{note}",
     )
 
 

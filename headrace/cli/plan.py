@@ -13,6 +13,7 @@ from headrace.cli.arguments import (
     MAX_TOKENS,
     add_json,
     add_model,
+    add_price,
     number,
     whole_number,
 )
@@ -27,7 +28,6 @@ EXAMPLES = """\
   headrace plan --list"""
 _MAX_RANKS = 1024
 _MAX_DEPTH = 64
-_MAX_PRICE = 10**6
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -48,12 +48,7 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
         "-tp", type=ranks, default=1, metavar="N", help="number of devices that share each matrix"
     )
     group.add_argument("-pp", type=ranks, default=1, metavar="N", help="number of pipeline stages")
-    group.add_argument(
-        "--price",
-        type=number(0, _MAX_PRICE),
-        metavar="D",
-        help="price of a device, in dollars per hour (default: the machine file's)",
-    )
+    add_price(group, "a device", " (default: the machine file's)")
     group.add_argument(
         "--format", metavar="TYPE", help="GGUF type of all matrices (default: the file's)"
     )

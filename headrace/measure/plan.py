@@ -21,6 +21,7 @@ from headrace.planner.draft_gain import Costs, Gain, gain
 from headrace.planner.fit import RUNTIME_BYTES, Fit
 from headrace.planner.hardware import Machine
 from headrace.planner.machine_files import MachineFile, read_machine
+from headrace.planner.money import per_million
 from headrace.planner.step_time import ClassTime, Link, Reaches, class_times, known_reaches
 from headrace.program.kv import number_bytes
 from headrace.program.op import StepSize
@@ -36,7 +37,6 @@ _EXCHANGE_SECONDS = 8e-6
 """Fixed time of an exchange on one host: an estimate."""
 _LINK_SHARE = 0.8
 """Share of a link's bandwidth that exchanges reach: an estimate."""
-_HOUR = 3600
 
 
 @frozen(kw_only=True)
@@ -121,9 +121,11 @@ class Plan:
         hourly = price if price is not None else self.place.price
         if hourly is None:
             return None
-        per_second = hourly * self.place.mesh.ranks / _HOUR
-        prompt = per_second * self.first_token / self.workload.prompt
-        return 1e6 * prompt, 1e6 * per_second / self.tokens_per_second
+        price, work = hourly * self.place.mesh.ranks, self.workload
+        return (
+            per_million(price, self.first_token, work.prompt),
+            per_million(price, self.per_token, work.batch),
+        )
 
 
 def plan(
