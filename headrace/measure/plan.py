@@ -6,7 +6,7 @@ predicts times.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 from headrace.backend import lower_program
 from headrace.backend_traits import BackendName, KvDtype, check_kv_dtype, traits_of
@@ -22,7 +22,7 @@ from headrace.planner.fit import RUNTIME_BYTES, Fit
 from headrace.planner.hardware import Machine
 from headrace.planner.machine_files import MachineFile, read_machine
 from headrace.planner.money import per_million
-from headrace.planner.step_time import ClassTime, Link, Reaches, class_times, known_reaches
+from headrace.planner.step_time import ClassTime, Link, Reaches, StepTimer, known_reaches
 from headrace.program.kv import number_bytes
 from headrace.program.op import StepSize
 from headrace.program.trace import Program
@@ -80,6 +80,10 @@ class Times:
     parts: tuple[ClassTime, ...]
     """Of the slowest stage."""
     stages: tuple[float, ...]
+
+    @classmethod
+    def of(cls, timer: StepTimer, step: StepSize) -> Self:
+        return cls(parts=tuple(timer.class_times(step)), stages=timer.stage_seconds(step))
 
     @property
     def slowest(self) -> float:
@@ -188,21 +192,21 @@ def plan(
             "--format"
         )
 
-    stages = programs[:: place.mesh.tensor]
+    timer = StepTimer(programs[:: place.mesh.tensor], place.machine, place.reaches, place.link)
     chunk = min(workload.prompt, traits_of(place.backend).max_num_batched_tokens)
-    prefill = _times(stages, StepSize(((0, chunk),), 1, kv_bytes), place)
+    prefill = Times.of(timer, StepSize(((0, chunk),), 1, kv_bytes))
     prompt_steps = [
         StepSize(((start, min(chunk, workload.prompt - start)),), 1, kv_bytes)
         for start in range(0, workload.prompt, chunk)
     ]
-    first_token = sum(_times(stages, step, place).total for step in prompt_steps)
+    first_token = sum(map(timer.seconds, prompt_steps))
 
-    decode = _times(stages, _decode_step(workload, place, 1, kv_bytes), place)
-    per_token, draft = _per_token(decode, workload, place), None
+    decode = Times.of(timer, _decode_step(workload, place, 1, kv_bytes))
+    per_token, draft = _per_token(decode.stages, workload, place), None
     if workload.draft_depth:
         targets = [
             _per_token(
-                _times(stages, _decode_step(workload, place, rows, kv_bytes), place),
+                timer.stage_seconds(_decode_step(workload, place, rows, kv_bytes)),
                 workload,
                 place,
             )
@@ -329,19 +333,12 @@ def _decode_step(workload: Workload, place: Place, rows: int, kv_bytes: float) -
     return StepSize(((workload.depth, rows),) * seqs, seqs * rows, kv_bytes)
 
 
-def _times(stages: list[Program], step: StepSize, place: Place) -> Times:
-    parts = [class_times(s, step, place.machine, place.reaches, place.link) for s in stages]
-    seconds = [sum(part.seconds for part in stage) for stage in parts]
-    slowest = seconds.index(max(seconds))
-    return Times(parts=tuple(parts[slowest]), stages=tuple(seconds))
-
-
-def _per_token(decode: Times, workload: Workload, place: Place) -> float:
+def _per_token(stages: tuple[float, ...], workload: Workload, place: Place) -> float:
     """Seconds between two tokens of a sequence: all stages, or the slowest one for each step in
     flight.
     """
     in_flight = min(workload.batch, place.mesh.pipeline)
-    return max(decode.total, in_flight * decode.slowest)
+    return max(sum(stages), in_flight * max(stages))
 
 
 def plan_facts(found: Plan, price: float | None = None) -> dict[str, Any]:

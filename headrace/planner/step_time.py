@@ -5,15 +5,15 @@ bandwidth and rate that kernels of its kind reach (`reach.toml`, or a calibratio
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from headrace.planner.hardware import Machine
 from headrace.planner.roofline import op_kind
 from headrace.program.moe import Experts
-from headrace.program.op import Op, StepSize
+from headrace.program.op import Op, RowKind, StepSize, Value, Weight
 from headrace.program.ops import Attention, QkvRopeWrite
 from headrace.program.trace import Program
 from headrace.record import frozen
@@ -118,43 +118,160 @@ def stored_bits(op: Op, step: StepSize) -> int:
     return next((known for known in _BITS if bits <= known * 1.4), _BITS[-1])
 
 
-def class_times(
-    program: Program, step: StepSize, machine: Machine, reaches: Reaches, link: Link | None = None
-) -> list[ClassTime]:
-    """Times of the classes of ops in a step, the longest first."""
-    sums: dict[str, list[float]] = {}
-    for op in program.ops:
-        reach = reaches.of(op, step)
+class StepTimer:
+    """Predicts the time of steps through the stages of a pipeline; one device has one stage.
+
+    Ops with equal costs are counted once. Costs that depend on numbers of rows alone are kept.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Program],
+        machine: Machine,
+        reaches: Reaches,
+        link: Link | None = None,
+    ) -> None:
+        self._stages = [_StageTimer(stage, machine, reaches, link) for stage in stages]
+
+    def seconds(self, step: StepSize) -> float:
+        """Seconds of a step through all stages."""
+        return sum(stage.seconds(step) for stage in self._stages)
+
+    def stage_seconds(self, step: StepSize) -> tuple[float, ...]:
+        """Seconds of each stage."""
+        return tuple(stage.seconds(step) for stage in self._stages)
+
+    def class_times(self, step: StepSize) -> list[ClassTime]:
+        """Times of the classes of ops in the slowest stage, the longest first."""
+        slowest = max(self._stages, key=lambda stage: stage.seconds(step))
+        return slowest.class_times(step)
+
+
+class _Waits(NamedTuple):
+    """Seconds by the part of a machine that an op waits for."""
+
+    launch: float
+    memory: float
+    arithmetic: float
+    link: float
+
+
+class _Equals(NamedTuple):
+    """Ops of a program with equal costs."""
+
+    op: Op
+    calls: int
+    part: str
+
+
+class _StageTimer:
+    """Predicts the time of steps of one program."""
+
+    def __init__(
+        self, program: Program, machine: Machine, reaches: Reaches, link: Link | None
+    ) -> None:
+        self._machine, self._reaches, self._link = machine, reaches, link
+        one_row = StepSize(((0, 1),), 1, 2.0)
+        by_cost: dict[Hashable, list[Op]] = {}
+        for op in program.ops:
+            by_cost.setdefault(_cost_key(op), []).append(op)
+        equals = [
+            _Equals(
+                ops[0], len(ops), "exchanges" if ops[0].link_bytes(one_row) else class_of(ops[0])
+            )
+            for ops in by_cost.values()
+        ]
+        self._attention = [one for one in equals if isinstance(one.op, Attention)]
+        # Most ops depend on the rows of a step alone, and the head on the logit rows.
+        others = [one for one in equals if not isinstance(one.op, Attention)]
+        self._of_rows = [one for one in others if _row_kinds(one.op) == {"step"}]
+        self._of_gathered = [one for one in others if _row_kinds(one.op) != {"step"}]
+        self._kept: dict[Hashable, tuple[float, dict[str, list[float]]]] = {}
+
+    def seconds(self, step: StepSize) -> float:
+        return sum(seconds for seconds, _ in self._pieces(step))
+
+    def class_times(self, step: StepSize) -> list[ClassTime]:
+        sums: dict[str, list[float]] = {}
+        for _, by_part in self._pieces(step):
+            for part, waits in by_part.items():
+                known = sums.setdefault(part, [0.0] * len(waits))
+                known[:] = map(sum, zip(known, waits, strict=True))
+        times = [
+            ClassTime(
+                part=part,
+                calls=int(calls),
+                seconds=launch + memory + arithmetic + exchange,
+                launch=launch,
+                memory=memory,
+                arithmetic=arithmetic,
+                link=exchange,
+            )
+            for part, (calls, launch, memory, arithmetic, exchange) in sums.items()
+        ]
+        return sorted(times, key=lambda time: -time.seconds)
+
+    def _pieces(self, step: StepSize) -> Iterator[tuple[float, dict[str, list[float]]]]:
+        """Seconds, and calls and waits by part, of three groups of ops."""
+        rows = step.rows
+        yield self._keep(self._of_rows, rows, step)
+        yield self._keep(self._of_gathered, (rows, step.logit_rows, step.pooled_rows), step)
+        yield self._sum(self._attention, step)
+
+    def _keep(
+        self, equals: list[_Equals], key: Hashable, step: StepSize
+    ) -> tuple[float, dict[str, list[float]]]:
+        key = key, step.kv_bytes
+        if key not in self._kept:
+            self._kept[key] = self._sum(equals, step)
+        return self._kept[key]
+
+    def _sum(self, equals: list[_Equals], step: StepSize) -> tuple[float, dict[str, list[float]]]:
+        total, by_part = 0.0, dict[str, list[float]]()
+        for op, calls, part in equals:
+            waits = self._waits(op, step)
+            total += calls * sum(waits)
+            sums = by_part.setdefault(part, [0.0] * (1 + len(waits)))
+            sums[0] += calls
+            for index, seconds in enumerate(waits, 1):
+                sums[index] += calls * seconds
+        return total, by_part
+
+    def _waits(self, op: Op, step: StepSize) -> _Waits:
+        """Waits of one call; an op without rows does not run."""
+        out = op.output()
+        if out and not out.num_rows(step):
+            return _Waits(0.0, 0.0, 0.0, 0.0)
+        machine, link, reach = self._machine, self._link, self._reaches.of(op, step)
         memory = op.bytes(step) / (machine.bandwidth * reach.bandwidth)
         arithmetic = op.flops(step) / (machine.rates[op_kind(op, step)] * reach.rate)
-        roof, link_bytes = max(memory, arithmetic), op.link_bytes(step)
-        exchange = link.seconds + link_bytes / link.bandwidth if link and link_bytes else 0.0
-        waits = (
-            reach.seconds,
-            roof if memory >= arithmetic else 0.0,
-            roof if arithmetic > memory else 0.0,
-            exchange,
+        link_bytes = op.link_bytes(step)
+        return _Waits(
+            launch=reach.seconds,
+            memory=memory if memory >= arithmetic else 0.0,
+            arithmetic=arithmetic if arithmetic > memory else 0.0,
+            link=link.seconds + link_bytes / link.bandwidth if link and link_bytes else 0.0,
         )
-        part = sums.setdefault("exchanges" if link_bytes else class_of(op), [0, 0, 0, 0, 0])
-        part[0] += 1
-        for index, seconds in enumerate(waits, 1):
-            part[index] += seconds
-    times = [
-        ClassTime(
-            part=name,
-            calls=int(calls),
-            seconds=launch + memory + arithmetic + exchange,
-            launch=launch,
-            memory=memory,
-            arithmetic=arithmetic,
-            link=exchange,
-        )
-        for name, (calls, launch, memory, arithmetic, exchange) in sums.items()
-    ]
-    return sorted(times, key=lambda time: -time.seconds)
 
 
-def step_time(
-    program: Program, step: StepSize, machine: Machine, reaches: Reaches, link: Link | None = None
-) -> float:
-    return sum(time.seconds for time in class_times(program, step, machine, reaches, link))
+def _cost_key(op: Op) -> Hashable:
+    """All of an op but names, numbers and layers: ops with equal keys cost the same."""
+    fields = ((name, _size(value)) for name, value in vars(op).items() if name != "layer")
+    return type(op), tuple(fields)
+
+
+def _size(field: object) -> Hashable:
+    match field:
+        case Weight():
+            return field.rows, field.cols, field.nbytes, field.kind
+        case Value():
+            return field.width, field.rows
+        case tuple():
+            return tuple(map(_size, field))
+        case _:
+            return field
+
+
+def _row_kinds(op: Op) -> set[RowKind]:
+    out = op.output()
+    return {value.rows for value in (*op.inputs(), *([out] if out else []))}

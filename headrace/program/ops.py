@@ -280,17 +280,27 @@ class Attention(Op):
                 pairs.append((number, frequency, x, y))
         return pairs
 
-    def _visible(self, position: int, rows: int = 1) -> int:
-        """Number of positions that any of `rows` rows sees; the last is at `position`."""
-        before = max(0, position + 2 - rows - self.window) if self.window else 0
-        return position + 1 - before + min(before, self.num_sink_tokens)
+    def _pairs(self, context: int, rows: int) -> int:
+        """Number of positions that `rows` rows see, each row for itself."""
+        growing = rows
+        if self.window:
+            # A row sees all positions until they are window and sinks, and then as many.
+            growing = min(rows, max(0, self.window + self.num_sink_tokens - context))
+        steady = (rows - growing) * (self.window + self.num_sink_tokens)
+        return growing * context + growing * (growing + 1) // 2 + steady
+
+    def _slots(self, context: int, rows: int) -> int:
+        """Number of positions that any of `rows` rows sees."""
+        if not self.window:
+            return context + rows
+        return min(context + rows, self.window + self.num_sink_tokens + rows - 1)
 
     def flops(self, step: StepSize) -> int:
-        pairs = sum(self._visible(context + r) for context, rows in step.seqs for r in range(rows))
+        pairs = sum(self._pairs(context, rows) for context, rows in step.seqs)
         return 2 * pairs * self.num_heads * (self.head_dim + self.value_dim)
 
     def bytes(self, step: StepSize) -> int:
-        slots = sum(self._visible(context + rows - 1, rows) for context, rows in step.seqs)
+        slots = sum(self._slots(context, rows) for context, rows in step.seqs)
         numbers = self.head_dim + (0 if self.is_latent else self.value_dim)
         return super().bytes(step) + int(slots * self.num_kv_heads * numbers * step.kv_bytes)
 
