@@ -1,4 +1,4 @@
-"""SVG elements. Painted backgrounds look the same in a dark viewer."""
+"""SVG elements. Colours follow the viewer's scheme, light or dark."""
 
 from collections.abc import Iterable, Iterator
 from xml.sax.saxutils import escape
@@ -17,6 +17,21 @@ COLOURS = (
 )
 """Colours for colour-blind readers, after Okabe and Ito 2008."""
 
+_DARK = {
+    INK: "#e6edf3",
+    FAINT: "#9aa7b4",
+    GRID: "#2d333b",
+    "#ffffff": "#0d1117",
+    "#f6f8fa": "#161b22",
+    "#f7f7f7": "#161b22",
+    "#c4ccd4": "#444c56",
+    "#0072b2": "#4aa8e0",
+    "#6b4fa0": "#a48be0",
+    "#8a6d3b": "#c2a26a",
+    "#333333": "#b0b8c0",
+}
+"""Colours that a dark scheme replaces; the others are light enough on black."""
+
 
 def document(title: str, width: int, height: int, body: Iterable[str]) -> str:
     head = (
@@ -24,9 +39,19 @@ def document(title: str, width: int, height: int, body: Iterable[str]) -> str:
         f'width="{width}" height="{height}" '
         f'font-family="Helvetica, Arial, sans-serif" font-size="12" fill="{INK}">',
         f"<title>{plain(title)}</title>",
+        f"<style>{_dark_style()}</style>",
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
     )
     return "\n".join((*head, *body, "</svg>", ""))
+
+
+def _dark_style() -> str:
+    rules = (
+        f'[{part}="{light}"]{{{part}:{dark}}}'
+        for light, dark in _DARK.items()
+        for part in ("fill", "stroke")
+    )
+    return f"@media (prefers-color-scheme:dark){{{''.join(rules)}}}"
 
 
 def line(

@@ -13,7 +13,7 @@ from headrace.measure.op_profile import OpProfile, PhaseProfile, decode_phase, p
 from headrace.measure.roofline_picture import roofline_svg
 from headrace.planner.block_picture import block_map_svg
 from headrace.planner.hardware import Machine
-from headrace.planner.svg import COLOURS
+from headrace.planner.svg import COLOURS, FAINT, GRID, INK
 from headrace.stats import BlockMap, GroupMap, Holding
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -306,3 +306,18 @@ def test_a_tick_is_where_its_number_says() -> None:
         assert any(line[0][0] == line[-1][0] == place for line in lines)
     for place in ticks["y"].values():
         assert any(line[0][1] == line[-1][1] == pytest.approx(place) for line in lines)
+
+
+@pytest.mark.parametrize("colour", [INK, FAINT, GRID, "#ffffff", "#f6f8fa"])
+def test_a_dark_scheme_replaces_ink_and_paper(colour: str) -> None:
+    """The replacement is on the other side of grey, in fills and in strokes."""
+    style = picture(GroupMap(2, 0, 8, [], [])).findtext(f"{SVG}style", "")
+    assert style.startswith("@media (prefers-color-scheme:dark)")
+    rules = re.findall(rf'\[(fill|stroke)="{colour}"\]{{(\w+):(#\w+)}}', style)
+    assert [(part, part) for part in ("fill", "stroke")] == [rule[:2] for rule in rules]
+
+    def brightness(name: str) -> int:
+        return sum(int(name[i : i + 2], 16) for i in (1, 3, 5))
+
+    for _, _, dark in rules:
+        assert (brightness(dark) > 382) != (brightness(colour) > 382)
