@@ -5,38 +5,20 @@ predicts times.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Self
 
-from headrace.backend import lower_program
-from headrace.backend_traits import BackendName, KvDtype, check_kv_dtype, traits_of
-from headrace.checkpoint.dummy import dummy_tensors, is_config_only, open_dummy_checkpoint
-from headrace.checkpoint.load import Checkpoint, open_checkpoint
-from headrace.checkpoint.source import resolve
+from headrace.backend_traits import KvDtype, check_kv_dtype, traits_of
 from headrace.errors import MemoryLimitError, RequestError
-from headrace.model import trace_model
-from headrace.parallel.mesh import Mesh, weights_of
-from headrace.planner import hardware, host
+from headrace.measure.place import THIS, Place, find_place
+from headrace.measure.placed_model import largest_fit, main_format, open_model, rank_programs
+from headrace.parallel.mesh import Mesh
 from headrace.planner.draft_gain import Costs, Gain, gain
-from headrace.planner.fit import RUNTIME_BYTES, Fit
-from headrace.planner.hardware import Machine
-from headrace.planner.machine_files import MachineFile, read_machine
+from headrace.planner.fit import Fit
 from headrace.planner.money import per_million
-from headrace.planner.step_time import ClassTime, Link, Reaches, StepTimer, known_reaches
+from headrace.planner.step_time import ClassTime, StepTimer
 from headrace.program.kv import number_bytes
 from headrace.program.op import StepSize
-from headrace.program.trace import Program
-from headrace.quant.formats import FORMATS
 from headrace.record import frozen
-
-THIS = "this"
-"""Name of the machine that runs the command."""
-GPU_RUNTIME_BYTES = 1 << 30
-"""Reserved on a GPU for the context of CUDA, kernels, values and scratch of a step."""
-_EXCHANGE_SECONDS = 8e-6
-"""Fixed time of an exchange on one host: an estimate."""
-_LINK_SHARE = 0.8
-"""Share of a link's bandwidth that exchanges reach: an estimate."""
 
 
 @frozen(kw_only=True)
@@ -53,24 +35,6 @@ class Workload:
     def depth(self) -> int:
         """Tokens of context half way through the output."""
         return self.prompt + self.output // 2
-
-
-@frozen(kw_only=True)
-class Place:
-    """The devices of a plan."""
-
-    name: str
-    title: str
-    backend: BackendName
-    machine: Machine
-    memory: int
-    """Bytes of a device."""
-    mesh: Mesh
-    link: Link | None
-    reaches: Reaches
-    price: float | None
-    """Dollars an hour of a device."""
-    sources: tuple[str, ...]
 
 
 @frozen(kw_only=True)
@@ -173,7 +137,7 @@ def plan(
         draft_depth=draft_depth,
         draft_acceptance=draft_acceptance,
     )
-    checkpoint = _open(model, format)
+    checkpoint = open_model(model, format)
     place = find_place(on, Mesh(tensor=tensor, pipeline=pipeline))
     check_kv_dtype(place.backend, kv_dtype)
     length = context or workload.prompt + workload.output
@@ -182,9 +146,9 @@ def plan(
             f"context {length:,} exceeds the model's {checkpoint.spec.max_context:,} tokens; use "
             "a shorter --context, --prompt or --output"
         )
-    programs = _programs(checkpoint, place)
+    programs = rank_programs(checkpoint, place.backend, place.mesh)
     kv_bytes = number_bytes(programs[0].kv_groups, kv_dtype)
-    fit = max((_fit(program, place, kv_dtype, length) for program in programs), key=_need)
+    fit = largest_fit(programs, place, kv_dtype, length)
     if not fit.kv_budget:
         raise MemoryLimitError(
             f"{fit.weights:,} bytes of weights and {fit.to_run:,} of runtime do not fit in the "
@@ -216,7 +180,7 @@ def plan(
         per_token /= draft.speedup
     return Plan(
         model=checkpoint.spec.name,
-        format=format or _main_format(checkpoint),
+        format=format or main_format(checkpoint),
         kv_dtype=kv_dtype,
         place=place,
         workload=workload,
@@ -227,104 +191,6 @@ def plan(
         per_token=per_token,
         draft=draft,
     )
-
-
-def find_place(on: str, mesh: Mesh) -> Place:
-    """Return the devices with this name. Raises RequestError."""
-    if on == THIS:
-        return _this(mesh)
-    found = read_machine(on)
-    reaches = known_reaches(found.backend)
-    assert reaches
-    return Place(
-        name=on,
-        title=found.name,
-        backend=found.backend,
-        machine=found.machine(),
-        memory=int(found.memory.value),
-        mesh=mesh,
-        link=_link(found, mesh),
-        reaches=reaches,
-        price=found.price.value if found.price else None,
-        sources=tuple(f"{s.title}, {s.date}, {s.url}" for s in found.sources()),
-    )
-
-
-def _this(mesh: Mesh) -> Place:
-    if mesh.ranks > 1:
-        raise RequestError("machine 'this' is one device: leave out -tp and -pp, or name another")
-    machine, reaches = hardware.this_machine(), known_reaches("cpu")
-    assert reaches
-    return Place(
-        name=THIS,
-        title=f"this machine ({machine.cpu}, {machine.at_work})",
-        backend="cpu",
-        machine=machine,
-        memory=host.available_memory(),
-        mesh=mesh,
-        link=None,
-        reaches=reaches,
-        price=None,
-        sources=("measured by headrace doctor",),
-    )
-
-
-def _link(found: MachineFile, mesh: Mesh) -> Link | None:
-    if mesh.ranks == 1:
-        return None
-    if found.link is None:
-        raise RequestError(
-            f"machine '{found.key}' has no link to another; use -tp 1 -pp 1, or name a machine "
-            "with links"
-        )
-    return Link(found.link.value * _LINK_SHARE, _EXCHANGE_SECONDS)
-
-
-def _open(model: str, format: str | None) -> Checkpoint:
-    path = resolve(model)
-    checkpoint = open_dummy_checkpoint(path) if is_config_only(path) else open_checkpoint(path)
-    if format is None:
-        return checkpoint
-    if format.upper() not in FORMATS:
-        known = ", ".join(sorted(FORMATS))
-        raise RequestError(f"format '{format}' is unknown; choose from: {known}")
-    return replace(checkpoint, tensors=dummy_tensors(checkpoint.spec, FORMATS[format.upper()]))
-
-
-def _main_format(checkpoint: Checkpoint) -> str:
-    """The format of most bytes."""
-    sizes: dict[str, int] = {}
-    for tensor in checkpoint.tensors.values():
-        sizes[tensor.format.name] = sizes.get(tensor.format.name, 0) + tensor.nbytes
-    return max(sizes, key=sizes.__getitem__)
-
-
-def _programs(checkpoint: Checkpoint, place: Place) -> list[Program]:
-    traced, mesh = trace_model(checkpoint.spec, checkpoint.tensors), place.mesh
-    shares = [mesh.program(traced, rank) for rank in range(mesh.ranks)]
-    return [
-        lower_program(place.backend, share, weights_of(share, checkpoint.tensors))
-        for share in shares
-    ]
-
-
-def _fit(program: Program, place: Place, kv_dtype: KvDtype, length: int) -> Fit:
-    traits = traits_of(place.backend)
-    block, rows = traits.kv_block_size, traits.max_num_batched_tokens
-    return Fit(
-        memory=place.memory,
-        weights=program.weight_bytes,
-        kv_per_sequence=sum(
-            group.num_blocks(length, rows, block) * group.block_bytes(kv_dtype, block)
-            for group in program.kv_groups
-        ),
-        context=length,
-        to_run=GPU_RUNTIME_BYTES if traits.on_gpu else RUNTIME_BYTES,
-    )
-
-
-def _need(fit: Fit) -> int:
-    return fit.weights + fit.kv_per_sequence
 
 
 def _decode_step(workload: Workload, place: Place, rows: int, kv_bytes: float) -> StepSize:

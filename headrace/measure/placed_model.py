@@ -1,0 +1,76 @@
+"""A model on the devices of a plan: its tensors, the programs of the ranks, and their memory."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from headrace.backend import lower_program
+from headrace.backend_traits import BackendName, KvDtype, traits_of
+from headrace.checkpoint.dummy import dummy_tensors, is_config_only, open_dummy_checkpoint
+from headrace.checkpoint.load import Checkpoint, open_checkpoint
+from headrace.checkpoint.source import resolve
+from headrace.errors import RequestError
+from headrace.measure.place import Place
+from headrace.model import trace_model
+from headrace.parallel.mesh import Mesh, weights_of
+from headrace.planner.fit import RUNTIME_BYTES, Fit
+from headrace.program.trace import Program
+from headrace.quant.formats import FORMATS
+
+GPU_RUNTIME_BYTES = 1 << 30
+"""Reserved on a GPU for the context of CUDA, kernels, values and scratch of a step."""
+
+
+def open_model(model: str, format: str | None = None) -> Checkpoint:
+    """Open a model, or its `config.json`, with all matrices in `format`; no weight is read.
+
+    Raises RequestError for an unknown format, and the errors of `open_checkpoint`.
+    """
+    path = resolve(model)
+    checkpoint = open_dummy_checkpoint(path) if is_config_only(path) else open_checkpoint(path)
+    if format is None:
+        return checkpoint
+    if format.upper() not in FORMATS:
+        known = ", ".join(sorted(FORMATS))
+        raise RequestError(f"format '{format}' is unknown; choose from: {known}")
+    return replace(checkpoint, tensors=dummy_tensors(checkpoint.spec, FORMATS[format.upper()]))
+
+
+def main_format(checkpoint: Checkpoint) -> str:
+    """The format of most bytes."""
+    sizes: dict[str, int] = {}
+    for tensor in checkpoint.tensors.values():
+        sizes[tensor.format.name] = sizes.get(tensor.format.name, 0) + tensor.nbytes
+    return max(sizes, key=sizes.__getitem__)
+
+
+def rank_programs(checkpoint: Checkpoint, backend: BackendName, mesh: Mesh) -> list[Program]:
+    """The lowered program of each rank; a slice by `mesh.tensor` has one of each stage."""
+    traced = trace_model(checkpoint.spec, checkpoint.tensors)
+    shares = [mesh.program(traced, rank) for rank in range(mesh.ranks)]
+    return [
+        lower_program(backend, share, weights_of(share, checkpoint.tensors)) for share in shares
+    ]
+
+
+def largest_fit(programs: Sequence[Program], place: Place, kv_dtype: KvDtype, length: int) -> Fit:
+    """Memory of the rank that needs most, for sequences of `length` tokens."""
+    return max((_fit(program, place, kv_dtype, length) for program in programs), key=_need)
+
+
+def _fit(program: Program, place: Place, kv_dtype: KvDtype, length: int) -> Fit:
+    traits = traits_of(place.backend)
+    block, rows = traits.kv_block_size, traits.max_num_batched_tokens
+    return Fit(
+        memory=place.memory,
+        weights=program.weight_bytes,
+        kv_per_sequence=sum(
+            group.num_blocks(length, rows, block) * group.block_bytes(kv_dtype, block)
+            for group in program.kv_groups
+        ),
+        context=length,
+        to_run=GPU_RUNTIME_BYTES if traits.on_gpu else RUNTIME_BYTES,
+    )
+
+
+def _need(fit: Fit) -> int:
+    return fit.weights + fit.kv_per_sequence
