@@ -16,6 +16,7 @@ from headrace.planner.draft_gain import Costs, Gain, gain
 from headrace.planner.fit import Fit
 from headrace.planner.money import per_million
 from headrace.planner.step_time import ClassTime, StepTimer
+from headrace.planner.steps import decode_step, prompt_steps, round_seconds
 from headrace.program.kv import number_bytes
 from headrace.program.op import StepSize
 from headrace.record import frozen
@@ -159,23 +160,16 @@ def plan(
     timer = StepTimer(programs[:: place.mesh.tensor], place.machine, place.reaches, place.link)
     chunk = min(workload.prompt, traits_of(place.backend).max_num_batched_tokens)
     prefill = Times.of(timer, StepSize(((0, chunk),), 1, kv_bytes))
-    prompt_steps = [
-        StepSize(((start, min(chunk, workload.prompt - start)),), 1, kv_bytes)
-        for start in range(0, workload.prompt, chunk)
-    ]
-    first_token = sum(map(timer.seconds, prompt_steps))
+    first_token = sum(map(timer.seconds, prompt_steps(workload.prompt, chunk, kv_bytes)))
 
-    decode = Times.of(timer, _decode_step(workload, place, 1, kv_bytes))
-    per_token, draft = _per_token(decode.stages, workload, place), None
+    steps = [
+        decode_step(workload.depth, batch, kv_bytes, rows, place.mesh.pipeline)
+        for rows in range(1, workload.draft_depth + 2)
+    ]
+    decode = Times.of(timer, steps[0])
+    per_token, draft = round_seconds(decode.stages, batch), None
     if workload.draft_depth:
-        targets = [
-            _per_token(
-                timer.stage_seconds(_decode_step(workload, place, rows, kv_bytes)),
-                workload,
-                place,
-            )
-            for rows in range(1, workload.draft_depth + 2)
-        ]
+        targets = [round_seconds(timer.stage_seconds(step), batch) for step in steps]
         draft = gain(workload.draft_acceptance, workload.draft_depth, Costs(targets, 0.0))
         per_token /= draft.speedup
     return Plan(
@@ -191,20 +185,6 @@ def plan(
         per_token=per_token,
         draft=draft,
     )
-
-
-def _decode_step(workload: Workload, place: Place, rows: int, kv_bytes: float) -> StepSize:
-    """A step of the sequences that are in one stage at a time."""
-    seqs = -(-workload.batch // place.mesh.pipeline)
-    return StepSize(((workload.depth, rows),) * seqs, seqs * rows, kv_bytes)
-
-
-def _per_token(stages: tuple[float, ...], workload: Workload, place: Place) -> float:
-    """Seconds between two tokens of a sequence: all stages, or the slowest one for each step in
-    flight.
-    """
-    in_flight = min(workload.batch, place.mesh.pipeline)
-    return max(sum(stages), in_flight * max(stages))
 
 
 def plan_facts(found: Plan, price: float | None = None) -> dict[str, Any]:

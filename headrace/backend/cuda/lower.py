@@ -26,8 +26,9 @@ def lower(program: Program, tensors: Mapping[str, StoredTensor]) -> Program:
     kinds: dict[str, Kind] = {
         name: "f32" if layout_of(tensors[name]).is_wide else "bf16" for name in matrices
     }
+    weights = program.weights
     new = {
-        name: replace(program.weights[name], nbytes=nbytes, kind=kinds.get(name, "f32"))
+        name: replace(weights[name], nbytes=nbytes, kind=kinds.get(name, "f32"))
         for name, nbytes in (matrices | vectors).items()
     }
     return program.with_weights(new)
