@@ -5,6 +5,7 @@ MODEL may be a `config.json`. No weight is read, and no GPU is needed. `--list` 
 """
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from headrace.backend_traits import KvDtype
@@ -17,14 +18,19 @@ from headrace.cli.arguments import (
     number,
     whole_number,
 )
+from headrace.cli.output_file import check_writable, write
+from headrace.errors import RequestError
 
 if TYPE_CHECKING:
+    from headrace.measure.batch_curve import BatchCurve
     from headrace.measure.plan import Plan, Times
 
 EXAMPLES = """\
   headrace plan smollm2
   headrace plan ./Llama-3.1-8B/config.json --on h100-sxm --format Q4_0 --batch 64
   headrace plan ./Llama-3.1-70B/config.json --on a100-80 -tp 4 --why
+  headrace plan ./Llama-3.1-8B/config.json --goal "ttft<1s tpot<30ms users=40 context=8k"
+  headrace plan smollm2 --on this --goal "throughput users=16 tpot<20ms"
   headrace plan --list"""
 _MAX_RANKS = 1024
 _MAX_DEPTH = 64
@@ -35,38 +41,80 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
     parser.add_argument("--list", action="store_true", help="list of the known machines")
     parser.add_argument("--why", action="store_true", help="arithmetic of each figure, and sources")
+    parser.add_argument(
+        "--sweep", action="store_true", help="time per token at each batch, with the knee"
+    )
+    parser.add_argument(
+        "--svg",
+        type=Path,
+        metavar="FILE",
+        help="SVG file for pictures of the memory, the time per token at each batch, and the "
+        "roofline",
+    )
+    _add_goal(parser.add_argument_group("advice"))
     _add_machine(parser.add_argument_group("machine"))
     _add_work(parser.add_argument_group("work"))
 
 
+def _add_goal(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--goal",
+        metavar="TERMS",
+        help="bounds and sizes of a service, such as 'ttft<1s tpot<30ms users=40 context=8k'; "
+        "other terms are prompt, output, throughput and cost",
+    )
+    group.add_argument(
+        "--budget", metavar="D", help="maximum price of a goal's devices, such as 2$/h"
+    )
+
+
 def _add_machine(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--on", default="this", metavar="NAME", help="name of a machine, or this (measured)"
+        "--on",
+        metavar="NAME",
+        help="name of a machine, or this (measured); with a goal, names separated by commas "
+        "(default: this; with a goal, all that have a price)",
     )
     ranks = whole_number(1, _MAX_RANKS)
     group.add_argument(
-        "-tp", type=ranks, default=1, metavar="N", help="number of devices that share each matrix"
+        "-tp",
+        type=ranks,
+        metavar="N",
+        help="number of devices that share each matrix (default: 1; with a goal, any)",
     )
-    group.add_argument("-pp", type=ranks, default=1, metavar="N", help="number of pipeline stages")
+    group.add_argument(
+        "-pp",
+        type=ranks,
+        metavar="N",
+        help="number of pipeline stages (default: 1; with a goal, any)",
+    )
     add_price(group, "a device", " (default: the machine file's)")
     group.add_argument(
-        "--format", metavar="TYPE", help="GGUF type of all matrices (default: the file's)"
+        "--format",
+        metavar="TYPE",
+        help="GGUF type of all matrices; with a goal, types separated by commas (default: the "
+        "file's; with a goal, smaller ones too)",
     )
     group.add_argument(
         "--kv-dtype",
         choices=get_args(KvDtype),
-        default="bf16",
-        help="number format of the KV cache",
+        help="number format of the KV cache (default: bf16; with a goal, int8 too)",
     )
 
 
 def _add_work(group: argparse._ArgumentGroup) -> None:
     tokens = whole_number(1, MAX_TOKENS)
     group.add_argument(
-        "--prompt", type=tokens, default=512, metavar="N", help="length of a prompt, in tokens"
+        "--prompt",
+        type=tokens,
+        metavar="N",
+        help="length of a prompt, in tokens (default: 512)",
     )
     group.add_argument(
-        "--output", type=tokens, default=128, metavar="N", help="length of an output, in tokens"
+        "--output",
+        type=tokens,
+        metavar="N",
+        help="length of an output, in tokens (default: 128)",
     )
     group.add_argument(
         "--context",
@@ -77,16 +125,16 @@ def _add_work(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--batch",
         type=whole_number(1, MAX_COUNT),
-        default=1,
         metavar="N",
-        help="number of sequences that decode together",
+        help="number of sequences that decode together (default: 1; with a goal, any)",
     )
     group.add_argument(
         "--draft",
         type=_draft,
         default=(0, 0.0),
         metavar="DEPTH:ACCEPTANCE",
-        help="draft tokens in a step, and the share of them that is accepted, such as 4:0.7",
+        help="draft tokens in a step, and the share of them that is accepted, such as 4:0.7; with "
+        "a goal, the most of them",
     )
 
 
@@ -98,33 +146,51 @@ def _draft(text: str) -> tuple[int, float]:
 
 
 def run(args: argparse.Namespace) -> int:
+    from headrace.measure.batch_curve import batch_curve
     from headrace.measure.plan import plan, plan_facts
     from headrace.measure.table import print_json
 
     if args.list:
         _print_machines(args.json)
         return 0
+    if args.svg:
+        check_writable("--svg", args.svg)
+    if args.goal is not None:
+        from headrace.cli.plan_advice import advise
+
+        return advise(args)
+    if args.budget:
+        raise RequestError("--budget is for a goal; add --goal, or leave out --budget")
     depth, acceptance = args.draft
     found = plan(
         args.model,
-        on=args.on,
-        tensor=args.tp,
-        pipeline=args.pp,
+        on=args.on or "this",
+        tensor=args.tp or 1,
+        pipeline=args.pp or 1,
         format=args.format,
-        kv_dtype=args.kv_dtype,
-        prompt=args.prompt,
-        output=args.output,
-        batch=args.batch,
+        kv_dtype=args.kv_dtype or "bf16",
+        prompt=args.prompt or 512,
+        output=args.output or 128,
+        batch=args.batch or 1,
         context=args.context,
         draft_depth=depth,
         draft_acceptance=acceptance,
     )
+    if args.svg:
+        from headrace.measure.plan_picture import plan_svg
+
+        write("--svg", args.svg, plan_svg(found))
     if args.json:
-        print_json(plan_facts(found, args.price))
+        sweep = {"sweep": batch_curve(found).facts()} if args.sweep else {}
+        print_json(plan_facts(found, args.price) | sweep)
         return 0
     _print(found, args.price)
+    if args.sweep:
+        _print_sweep(found, batch_curve(found))
     if args.why:
         _print_why(found)
+    if args.svg:
+        print(f"The plan is drawn in {args.svg}.")
     return 0
 
 
@@ -177,6 +243,7 @@ def _print(found: "Plan", price: float | None) -> None:
         f"a sequence of {fit.context:,} tokens": f"{size(fit.kv_per_sequence)} of KV in "
         f"{found.kv_dtype}",
         "fitting sequences": f"{fit.sequences:,}",
+        f"longest context of {work.batch:,}": f"{found.longest:,} tokens",
     }
     each = " of each device" if ranks > 1 else ""
     print_figures(f"Memory{each}: {size(fit.memory)} on {devices}", memory)
@@ -216,6 +283,26 @@ def _print_times(title: str, times: "Times") -> None:
     stages = f", the slowest of {len(times.stages)} stages" if len(times.stages) > 1 else ""
     heading = f"{title}: {times.slowest * 1e3:,.2f} ms{stages}"
     print_table(["part", ">calls", ">ms", ">share", "bound by"], rows, heading)
+    print()
+
+
+def _print_sweep(found: "Plan", curve: "BatchCurve") -> None:
+    from headrace.measure.table import print_table
+
+    rows = [
+        [
+            f"{point.batch:,}" + " (knee)" * (point.batch == curve.knee),
+            f"{point.per_token * 1e3:,.2f}",
+            f"{point.tokens_per_second:,.0f}",
+            f"{point.tokens_per_second / found.place.mesh.ranks:,.0f}",
+            "yes" if point.fits else "no",
+        ]
+        for point in curve.points
+    ]
+    headings = [">batch", ">ms a token", ">tokens/s", ">tokens/s a device", "KV fits"]
+    print_table(headings, rows, f"Batches at depth {found.workload.depth:,}, without drafts")
+    knee = "beyond these batches" if curve.knee is None else f"{curve.knee:,} sequences"
+    print(f"Knee, at which a step takes twice the time of one sequence: {knee}.")
     print()
 
 

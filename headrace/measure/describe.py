@@ -103,7 +103,7 @@ def describe(model: str, **options: Unpack[EngineOptions]) -> dict[str, Any]:
         "kv_groups": [_kv_group_facts(group, choice.backend) for group in program.kv_groups],
         "tokenizer_bytes": spec.vocab_size * TOKENIZER_BYTES,
         "kv_dtype": config.kv_format,
-        "kv_nll": _kv_nll(key_kind(spec, checkpoint.tensors if has_weights else None)),
+        "kv_nll": kv_nll(key_kind(spec, checkpoint.tensors if has_weights else None)),
         **_memory_facts(config, program, spec),
         "limits": _speed_limits(program, choice.backend),
         "ranks": _rank_facts(config, traced, checkpoint.tensors),
@@ -129,7 +129,8 @@ def key_kind(spec: ModelSpec, tensors: Collection[str] | None) -> KeyKind:
     return "large biases" if is_biased else "no large biases, no norm"
 
 
-def _kv_nll(kind: KeyKind) -> dict[str, Any]:
+def kv_nll(kind: KeyKind) -> dict[str, Any]:
+    """The measured loss of formats of KV, on a model with such keys."""
     model, percent = _KV_NLL.get(kind, (None, {}))
     return {"keys": kind, "model": model, "percent": dict(percent)}
 

@@ -13,6 +13,7 @@ from headrace.measure.place import Place
 from headrace.model import trace_model
 from headrace.parallel.mesh import Mesh, weights_of
 from headrace.planner.fit import RUNTIME_BYTES, Fit
+from headrace.program.kv import KvGroup
 from headrace.program.trace import Program
 from headrace.quant.formats import FORMATS
 
@@ -52,23 +53,62 @@ def rank_programs(checkpoint: Checkpoint, backend: BackendName, mesh: Mesh) -> l
     ]
 
 
+def stage_programs(checkpoint: Checkpoint, backend: BackendName, mesh: Mesh) -> list[Program]:
+    """The lowered program of a rank of each stage. Other ranks have equal shares, or smaller."""
+    traced = trace_model(checkpoint.spec, checkpoint.tensors)
+    shares = [mesh.program(traced, mesh.rank(stage, 0)) for stage in range(mesh.pipeline)]
+    return [
+        lower_program(backend, share, weights_of(share, checkpoint.tensors)) for share in shares
+    ]
+
+
 def largest_fit(programs: Sequence[Program], place: Place, kv_dtype: KvDtype, length: int) -> Fit:
     """Memory of the rank that needs most, for sequences of `length` tokens."""
     return max((_fit(program, place, kv_dtype, length) for program in programs), key=_need)
 
 
-def _fit(program: Program, place: Place, kv_dtype: KvDtype, length: int) -> Fit:
-    traits = traits_of(place.backend)
+def longest_context(
+    programs: Sequence[Program],
+    fit: Fit,
+    place: Place,
+    kv_dtype: KvDtype,
+    batch: int,
+    max_context: int,
+) -> int:
+    """Tokens that each of `batch` sequences can have in the memory that `fit` leaves for KV."""
+    groups = [program.kv_groups for program in programs]
+
+    def need(length: int) -> int:
+        return batch * max(
+            _kv_bytes(of_rank, place.backend, kv_dtype, length) for of_rank in groups
+        )
+
+    low, high = 0, max_context + 1
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if need(middle) <= fit.kv_budget else (low, middle)
+    return low
+
+
+def _kv_bytes(
+    groups: Sequence[KvGroup], backend: BackendName, kv_dtype: KvDtype, length: int
+) -> int:
+    traits = traits_of(backend)
     block, rows = traits.kv_block_size, traits.max_num_batched_tokens
+    return sum(
+        group.num_blocks(length, rows, block) * group.block_bytes(kv_dtype, block)
+        for group in groups
+    )
+
+
+def _fit(program: Program, place: Place, kv_dtype: KvDtype, length: int) -> Fit:
+    on_gpu = traits_of(place.backend).on_gpu
     return Fit(
         memory=place.memory,
         weights=program.weight_bytes,
-        kv_per_sequence=sum(
-            group.num_blocks(length, rows, block) * group.block_bytes(kv_dtype, block)
-            for group in program.kv_groups
-        ),
+        kv_per_sequence=_kv_bytes(program.kv_groups, place.backend, kv_dtype, length),
         context=length,
-        to_run=GPU_RUNTIME_BYTES if traits.on_gpu else RUNTIME_BYTES,
+        to_run=GPU_RUNTIME_BYTES if on_gpu else RUNTIME_BYTES,
     )
 
 

@@ -10,7 +10,13 @@ from typing import Any, Self
 from headrace.backend_traits import KvDtype, check_kv_dtype, traits_of
 from headrace.errors import MemoryLimitError, RequestError
 from headrace.measure.place import THIS, Place, find_place
-from headrace.measure.placed_model import largest_fit, main_format, open_model, rank_programs
+from headrace.measure.placed_model import (
+    largest_fit,
+    longest_context,
+    main_format,
+    open_model,
+    rank_programs,
+)
 from headrace.parallel.mesh import Mesh
 from headrace.planner.draft_gain import Costs, Gain, gain
 from headrace.planner.fit import Fit
@@ -19,6 +25,7 @@ from headrace.planner.step_time import ClassTime, StepTimer
 from headrace.planner.steps import decode_step, prompt_steps, round_seconds
 from headrace.program.kv import number_bytes
 from headrace.program.op import StepSize
+from headrace.program.trace import Program
 from headrace.record import frozen
 
 
@@ -77,6 +84,14 @@ class Plan:
     per_token: float
     """Seconds between two tokens of a sequence."""
     draft: Gain | None
+    longest: int
+    """Tokens of context that each sequence of the batch can have; 0: the batch does not fit."""
+    stages: tuple[Program, ...]
+    """The program of a rank of each stage."""
+    timer: StepTimer
+    """Of the stages."""
+    kv_bytes: float
+    """Bytes of a stored number of KV."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -157,7 +172,8 @@ def plan(
             "--format"
         )
 
-    timer = StepTimer(programs[:: place.mesh.tensor], place.machine, place.reaches, place.link)
+    stages = programs[:: place.mesh.tensor]
+    timer = StepTimer(stages, place.machine, place.reaches, place.link)
     chunk = min(workload.prompt, traits_of(place.backend).max_num_batched_tokens)
     prefill = Times.of(timer, StepSize(((0, chunk),), 1, kv_bytes))
     first_token = sum(map(timer.seconds, prompt_steps(workload.prompt, chunk, kv_bytes)))
@@ -184,6 +200,10 @@ def plan(
         first_token=first_token,
         per_token=per_token,
         draft=draft,
+        longest=longest_context(programs, fit, place, kv_dtype, batch, checkpoint.spec.max_context),
+        stages=tuple(stages),
+        timer=timer,
+        kv_bytes=kv_bytes,
     )
 
 
@@ -204,6 +224,7 @@ def plan_facts(found: Plan, price: float | None = None) -> dict[str, Any]:
         "kv_per_sequence": fit.kv_per_sequence,
         "context": fit.context,
         "sequences": fit.sequences,
+        "longest_context": found.longest,
         "prefill": _facts(found.prefill),
         "decode": _facts(found.decode),
         "first_token": found.first_token,

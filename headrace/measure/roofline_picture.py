@@ -28,6 +28,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 748, 84, 572
 _SHAPES = ("circle", "square", "up", "diamond", "down", "pentagon", "star", "hexagon", "cross")
 _MIN_RADIUS = 3.5
 _MAX_RADIUS = 13.0
+_TERA = 2e13
+"""Operations/s above which rates are in T."""
 _MIN_FLOOR_SHARE = 0.01
 """Minimum share of a phase's floor for an op to be drawn."""
 
@@ -51,6 +53,7 @@ class _Point(NamedTuple):
 class _Axes:
     def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
         self.x_range, self.y_range = _span(xs), _span(ys)
+        self.unit, self.prefix = (1e12, "T") if max(ys) > _TERA else (1e9, "G")
 
     def x(self, intensity: float) -> float:
         low, high = self.x_range
@@ -61,8 +64,13 @@ class _Axes:
         return _BOTTOM - (_BOTTOM - _TOP) * (math.log10(rate) - low) / (high - low)
 
 
-def roofline_svg(title: str, machine: Machine, profiles: Sequence[PhaseProfile]) -> str:
-    """Draw an SVG document; a note names the ops that are not drawn."""
+def roofline_svg(
+    title: str, machine: Machine, profiles: Sequence[PhaseProfile], subtitle: str = ""
+) -> str:
+    """Draw an SVG document; a note names the ops that are not drawn.
+
+    The default subtitle is that of a measured profile.
+    """
     drawn = {
         op.name
         for p in profiles
@@ -86,7 +94,7 @@ def roofline_svg(title: str, machine: Machine, profiles: Sequence[PhaseProfile])
     taken = [(p.x - p.radius, p.y - p.radius, p.x + p.radius, p.y + p.radius) for p in points]
     body = [
         text(_LEFT, 34, title, size=18, weight="bold"),
-        text(_LEFT, 56, _subtitle(machine), fill=FAINT),
+        text(_LEFT, 56, subtitle or _subtitle(machine), fill=FAINT),
         *_frame(axes),
         *_paths(points),
         *_roof(axes, machine, kinds, taken),
@@ -144,10 +152,10 @@ def _frame(axes: _Axes) -> Iterator[str]:
         x = axes.x(value)
         yield line([(x, _TOP), (x, _BOTTOM)], GRID, 1)
         yield text(x, _BOTTOM + 18, _number(value), anchor="middle")
-    for value in _ticks(axes.y_range, unit=1e9):
+    for value in _ticks(axes.y_range, unit=axes.unit):
         y = axes.y(value)
         yield line([(_LEFT, y), (_RIGHT, y)], GRID, 1)
-        yield text(_LEFT - 8, y + 4, _number(value / 1e9), anchor="end")
+        yield text(_LEFT - 8, y + 4, _number(value / axes.unit), anchor="end")
     yield line([(_LEFT, _TOP), (_LEFT, _BOTTOM), (_RIGHT, _BOTTOM)], INK, 1)
     yield text(
         (_LEFT + _RIGHT) / 2,
@@ -157,7 +165,8 @@ def _frame(axes: _Axes) -> Iterator[str]:
         size=13,
     )
     middle = (_TOP + _BOTTOM) / 2
-    yield text(24, middle, "G operations per second", anchor="middle", size=13, turn=-90)
+    label = f"{axes.prefix} operations per second"
+    yield text(24, middle, label, anchor="middle", size=13, turn=-90)
 
 
 def _ticks(span: tuple[float, float], unit: float = 1.0) -> list[float]:
@@ -185,7 +194,7 @@ def _roof(axes: _Axes, machine: Machine, kinds: Sequence[Kind], taken: list[_Box
     for kind in kinds:
         y = axes.y(machine.rates[kind])
         yield line([(axes.x(machine.ridge(kind)), y), (axes.x(right), y)], INK, 2)
-        label = f"{kind} {machine.rates[kind] / 1e9:,.0f} G op/s"
+        label = f"{kind} {machine.rates[kind] / axes.unit:,.0f} {axes.prefix} op/s"
         width = 6.3 * len(label)
         ends = range(int(axes.x(right) - 4), int(axes.x(machine.ridge(kind)) + width), -12)
         boxes = [(end - width, y - 19, float(end), y - 2) for end in ends] or [
@@ -202,7 +211,12 @@ def _roof(axes: _Axes, machine: Machine, kinds: Sequence[Kind], taken: list[_Box
     taken += [(x - 20, y - 20, x, y) for x, y in along[14:31]]
     x, y = along[22]
     yield from haloed(
-        x - 6, y - 8, f"memory {machine.bandwidth / 1e9:.1f} GB/s", INK, anchor="middle", turn=angle
+        x - 6,
+        y - 8,
+        f"memory {machine.bandwidth / 1e9:,.1f} GB/s",
+        INK,
+        anchor="middle",
+        turn=angle,
     )
 
 

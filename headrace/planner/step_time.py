@@ -141,10 +141,18 @@ class StepTimer:
         """Seconds of each stage."""
         return tuple(stage.seconds(step) for stage in self._stages)
 
+    def slowest(self, step: StepSize) -> int:
+        """Number of the slowest stage."""
+        seconds = self.stage_seconds(step)
+        return seconds.index(max(seconds))
+
     def class_times(self, step: StepSize) -> list[ClassTime]:
         """Times of the classes of ops in the slowest stage, the longest first."""
-        slowest = max(self._stages, key=lambda stage: stage.seconds(step))
-        return slowest.class_times(step)
+        return self._stages[self.slowest(step)].class_times(step)
+
+    def op_seconds(self, step: StepSize, stage: int) -> dict[str, float]:
+        """Seconds of all ops of a name, as in a profile."""
+        return self._stages[stage].op_seconds(step)
 
 
 class _Waits(NamedTuple):
@@ -187,6 +195,7 @@ class _StageTimer:
         self._of_rows = [one for one in others if _row_kinds(one.op) == {"step"}]
         self._of_gathered = [one for one in others if _row_kinds(one.op) != {"step"}]
         self._kept: dict[Hashable, tuple[float, dict[str, list[float]]]] = {}
+        self._speeds: dict[tuple[int, float], tuple[Reach, float]] = {}
 
     def seconds(self, step: StepSize) -> float:
         return sum(seconds for seconds, _ in self._pieces(step))
@@ -210,6 +219,12 @@ class _StageTimer:
             for part, (calls, launch, memory, arithmetic, exchange) in sums.items()
         ]
         return sorted(times, key=lambda time: -time.seconds)
+
+    def op_seconds(self, step: StepSize) -> dict[str, float]:
+        seconds: dict[str, float] = {}
+        for op, calls, _ in (*self._of_rows, *self._of_gathered, *self._attention):
+            seconds[op.name] = seconds.get(op.name, 0.0) + calls * sum(self._waits(op, step))
+        return seconds
 
     def _pieces(self, step: StepSize) -> Iterator[tuple[float, dict[str, list[float]]]]:
         """Seconds, and calls and waits by part, of three groups of ops."""
@@ -242,9 +257,10 @@ class _StageTimer:
         out = op.output()
         if out and not out.num_rows(step):
             return _Waits(0.0, 0.0, 0.0, 0.0)
-        machine, link, reach = self._machine, self._link, self._reaches.of(op, step)
+        machine, link = self._machine, self._link
+        reach, rate = self._speed(op, step)
         memory = op.bytes(step) / (machine.bandwidth * reach.bandwidth)
-        arithmetic = op.flops(step) / (machine.rates[op_kind(op, step)] * reach.rate)
+        arithmetic = op.flops(step) / rate
         link_bytes = op.link_bytes(step)
         return _Waits(
             launch=reach.seconds,
@@ -252,6 +268,14 @@ class _StageTimer:
             arithmetic=arithmetic if arithmetic > memory else 0.0,
             link=link.seconds + link_bytes / link.bandwidth if link and link_bytes else 0.0,
         )
+
+    def _speed(self, op: Op, step: StepSize) -> tuple[Reach, float]:
+        """The reach of an op and its operations/s, which depend on the format of KV alone."""
+        key = id(op), step.kv_bytes
+        if key not in self._speeds:
+            reach = self._reaches.of(op, step)
+            self._speeds[key] = reach, self._machine.rates[op_kind(op, step)] * reach.rate
+        return self._speeds[key]
 
 
 def _cost_key(op: Op) -> Hashable:

@@ -1,6 +1,7 @@
 """SVG elements. Colours follow the viewer's scheme, light or dark."""
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from xml.sax.saxutils import escape
 
 INK, FAINT, GRID = "#1f2933", "#5f6c7b", "#e8ecf0"
@@ -32,6 +33,8 @@ _DARK = {
 }
 """Colours that a dark scheme replaces; the others are light enough on black."""
 
+_SIZE = re.compile(r'width="(\d+)" height="(\d+)"')
+
 
 def document(title: str, width: int, height: int, body: Iterable[str]) -> str:
     head = (
@@ -43,6 +46,18 @@ def document(title: str, width: int, height: int, body: Iterable[str]) -> str:
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
     )
     return "\n".join((*head, *body, "</svg>", ""))
+
+
+def stack(title: str, documents: Sequence[str]) -> str:
+    """A document with others below each other, as wide as the widest."""
+    body, width, top = [], 0, 0
+    for part in documents:
+        match = _SIZE.search(part)
+        assert match, "a document of this module"
+        width = max(width, int(match[1]))
+        body.append(part.replace("<svg ", f'<svg y="{top}" ', 1))
+        top += int(match[2])
+    return document(title, width, top, body)
 
 
 def _dark_style() -> str:

@@ -82,19 +82,18 @@ class Op:
 
     def matrices(self) -> list[Weight]:
         """Weights that rows are multiplied with or copied from."""
-        return [
-            weight
-            for name, value in vars(self).items()
-            if not _is_bias(name)
-            for weight in _weights_in(value)
-        ]
+        return self._weights(is_bias=False)
 
     def vectors(self) -> list[Weight]:
         """Weights that are used element by element."""
+        return self._weights(is_bias=True)
+
+    def _weights(self, *, is_bias: bool) -> list[Weight]:
+        # Plans ask for the weights of an op many thousand times.
         return [
             weight
             for name, value in vars(self).items()
-            if _is_bias(name)
+            if type(value) in (Weight, tuple) and _is_bias(name) is is_bias
             for weight in _weights_in(value)
         ]
 

@@ -1,0 +1,227 @@
+"""Latencies of users who keep an engine busy: each sends a request when the last is answered.
+
+The engine is a closed queueing network of two stations. Prompts are read one after the other, in
+chunks that share their steps with the decoding sequences. Decoding takes all sequences at once.
+Queues follow Schweitzer's approximate mean value analysis (1979).
+"""
+
+from collections.abc import Callable
+from functools import cache
+from math import inf
+from typing import NamedTuple
+
+from headrace.planner.draft_gain import expected_tokens
+from headrace.planner.step_time import StepTimer
+from headrace.planner.steps import decode_step, round_seconds
+from headrace.program.op import StepSize
+from headrace.record import frozen
+
+_WALKED_CHUNKS = 8
+"""A prompt of more chunks is timed at some of them."""
+_TIMED_CHUNKS = 4
+_NODES = 4
+"""Numbers of decoding sequences, from one to all, at which a prompt is timed."""
+_HALVINGS = 30
+
+
+@frozen(kw_only=True)
+class Load:
+    """Requests of equal size."""
+
+    users: int
+    prompt: int
+    output: int
+
+    @property
+    def depth(self) -> int:
+        """Tokens of context half way through the output."""
+        return self.prompt + self.output // 2
+
+
+@frozen(kw_only=True)
+class Batching:
+    """How an engine forms its steps."""
+
+    max_num_seqs: int
+    chunk: int
+    """`chunked_prefill_size`."""
+    max_rows: int
+    """`max_num_batched_tokens`."""
+    crossover: float
+    """`Program.attention_crossover`."""
+    kv_bytes: float
+    """Bytes of a stored number of KV."""
+    pipeline: int = 1
+    draft_depth: int = 0
+    """Draft tokens of each decoding sequence; finding them counts as free."""
+    draft_acceptance: float = 0.0
+
+
+@frozen(kw_only=True)
+class SteadyState:
+    """Means over requests, in seconds."""
+
+    ttft: float
+    """From sending a request to its first token."""
+    tpot: float
+    """Between two tokens of a sequence."""
+    requests_per_second: float
+    decoding: float
+    """Sequences that decode at a time."""
+    reading: float
+    """Share of the time in which a prompt is read."""
+
+
+class _Prompt(NamedTuple):
+    """The reading of a prompt next to some decoding sequences."""
+
+    seconds: float
+    steps: float
+    fill: float
+    """Seconds in which the last chunk passes the other stages of a pipeline."""
+
+    def mix(self, other: "_Prompt", share: float) -> "_Prompt":
+        return _Prompt(*(a + share * (b - a) for a, b in zip(self, other, strict=True)))
+
+
+class _Chunk(NamedTuple):
+    weight: float
+    """Number of such chunks in a prompt."""
+    start: int
+    rows: int
+
+
+def steady_state(timer: StepTimer, load: Load, batching: Batching) -> SteadyState:
+    """Solve the network.
+
+    With n sequences, a prompt is read in a share r of the time. Then q = 1 / (1 - r (n - 1) / n)
+    prompts wait or are read, and n - q sequences decode. Without a prompt all n decode. The share
+    is the one at which the sequences decode as many tokens as the read prompts ask for.
+    """
+    n = min(load.users, batching.max_num_seqs)
+    tokens = expected_tokens(batching.draft_acceptance, batching.draft_depth)
+    rows = 1 + batching.draft_depth
+    step = decode_step(load.depth, n, batching.kv_bytes, rows, batching.pipeline)
+    round_time = round_seconds(timer.stage_seconds(step), n)
+    prompt_of = _prompts(timer, load, batching, n)
+
+    def queue(share: float) -> float:
+        return 1 / (1 - share * (n - 1) / n)
+
+    def surplus(share: float) -> float:
+        """Decoded tokens less asked ones, per second."""
+        decoding = n - queue(share)
+        prompt = prompt_of(decoding, queue(share))
+        mixed = decoding * prompt.steps / batching.pipeline / prompt.seconds
+        decoded = tokens * (share * mixed + (1 - share) * n / round_time)
+        return decoded - share / prompt.seconds * (load.output - 1)
+
+    share = _root(surplus)
+    prompt = prompt_of(n - queue(share), queue(share))
+    requests = share / prompt.seconds
+    decoding = n - share * queue(share)
+    return SteadyState(
+        ttft=(load.users - decoding) / requests + prompt.fill,
+        tpot=decoding / (requests * max(1, load.output - 1)),
+        requests_per_second=requests,
+        decoding=decoding,
+        reading=share,
+    )
+
+
+def _root(surplus: Callable[[float], float]) -> float:
+    """The share at which a falling function is zero, or 1."""
+    low, high = 0.0, 1.0
+    if surplus(high) >= 0:
+        return high
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if surplus(middle) > 0:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def _prompts(
+    timer: StepTimer, load: Load, batching: Batching, n: int
+) -> Callable[[float, float], _Prompt]:
+    """The reading of a prompt, by the numbers of decoding sequences and of waiting prompts.
+
+    A single prompt leaves the last step partly empty; many share all steps.
+    """
+    nodes = sorted({0, *(round((n - 1) ** (i / (_NODES - 1))) for i in range(_NODES)), n - 1})
+
+    @cache
+    def alone(node: int) -> _Prompt:
+        return _read(timer, load, batching, _chunks(load.prompt, batching, node, True), node)
+
+    @cache
+    def full(node: int) -> _Prompt:
+        chunks = _chunks(load.prompt, batching, node, False)
+        if chunks == _chunks(load.prompt, batching, node, True):
+            return alone(node)
+        return _read(timer, load, batching, chunks, node)
+
+    def prompt_of(decoding: float, waiting: float) -> _Prompt:
+        above = next((i for i, node in enumerate(nodes) if node >= decoding), len(nodes) - 1)
+        low, high = nodes[max(0, above - 1)], nodes[above]
+        share = (decoding - low) / (high - low) if high > low else 0.0
+        return full(low).mix(full(high), share).mix(alone(low).mix(alone(high), share), 1 / waiting)
+
+    return prompt_of
+
+
+def _read(
+    timer: StepTimer, load: Load, batching: Batching, chunks: list[_Chunk], decoding: int
+) -> _Prompt:
+    """Read the chunks of a prompt in steps with this number of decoding sequences."""
+    decoders = decode_step(
+        load.depth, decoding, batching.kv_bytes, 1 + batching.draft_depth, batching.pipeline
+    )
+    seconds, steps, fill = 0.0, 0.0, 0.0
+    for weight, start, rows in chunks:
+        # Short prompts of a full step start from empty contexts.
+        whole, rest = divmod(rows, load.prompt)
+        prompts = ((0, load.prompt),) * whole + (((start, rest),) if rest else ())
+        step = StepSize(
+            (*decoders.seqs, *prompts), decoders.logit_rows + len(prompts), batching.kv_bytes
+        )
+        stages = timer.stage_seconds(step)
+        seconds += weight * max(stages)
+        steps += weight
+        fill = sum(stages) - max(stages)
+    return _Prompt(seconds, steps, fill)
+
+
+def _chunks(prompt: int, batching: Batching, decoding: int, is_alone: bool) -> list[_Chunk]:
+    """Chunks of a prompt as the scheduler takes them (`RowBudget.take`).
+
+    Next to decoding sequences, a row at depth d counts as 1 + d / crossover rows.
+    """
+    work = batching.chunk + decoding if decoding else batching.max_rows
+    crossover = batching.crossover if decoding else inf
+    left = max(1, batching.max_rows - decoding)
+
+    def rows_at(depth: float) -> int:
+        return min(left, max(1, int(work / (1 + depth / crossover))))
+
+    chunks: list[_Chunk] = []
+    start = 0
+    while start < prompt and len(chunks) < _WALKED_CHUNKS:
+        rows = min(rows_at(start), prompt - start)
+        chunks.append(_Chunk(1.0, start, rows))
+        start += rows
+    if start < prompt:
+        span = prompt / _TIMED_CHUNKS
+        middles = [(i + 0.5) * span for i in range(_TIMED_CHUNKS)]
+        sizes = [rows_at(middle) for middle in middles]
+        return [
+            _Chunk(span / rows, max(0, int(middle - rows / 2)), rows)
+            for middle, rows in zip(middles, sizes, strict=True)
+        ]
+    if not is_alone:
+        # The next prompt takes the rest of the last step.
+        _, start, rows = chunks[-1]
+        chunks[-1] = _Chunk(rows / rows_at(start), start, rows_at(start))
+    return chunks
