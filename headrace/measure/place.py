@@ -4,6 +4,7 @@ from headrace.backend_traits import BackendName
 from headrace.errors import RequestError
 from headrace.parallel.mesh import Mesh
 from headrace.planner import hardware, host
+from headrace.planner.calibration import stored_calibration
 from headrace.planner.hardware import Machine
 from headrace.planner.machine_files import MachineFile, read_machine
 from headrace.planner.step_time import Link, Reaches, known_reaches
@@ -56,11 +57,18 @@ def find_place(on: str, mesh: Mesh) -> Place:
     )
 
 
+def cpu_reaches() -> Reaches:
+    """The stored calibration of this machine, or the measured speeds of another one."""
+    stored = stored_calibration()
+    reaches = stored.reaches if stored else known_reaches("cpu")
+    assert reaches
+    return reaches
+
+
 def _this(mesh: Mesh) -> Place:
     if mesh.ranks > 1:
         raise RequestError("machine 'this' is one device: leave out -tp and -pp, or name another")
-    machine, reaches = hardware.this_machine(), known_reaches("cpu")
-    assert reaches
+    machine, reaches = hardware.this_machine(), cpu_reaches()
     return Place(
         name=THIS,
         title=f"this machine ({machine.cpu}, {machine.at_work})",

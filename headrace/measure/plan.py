@@ -17,9 +17,11 @@ from headrace.measure.placed_model import (
     open_model,
     rank_programs,
 )
+from headrace.measure.run_memory import run_memory, this_process
 from headrace.parallel.mesh import Mesh
 from headrace.planner.draft_gain import Costs, Gain, gain
 from headrace.planner.fit import Fit
+from headrace.planner.memory import RunMemory
 from headrace.planner.money import per_million
 from headrace.planner.step_time import ClassTime, StepTimer
 from headrace.planner.steps import decode_step, prompt_steps, round_seconds
@@ -77,6 +79,8 @@ class Plan:
     workload: Workload
     fit: Fit
     """Of the rank that needs most memory."""
+    run_memory: RunMemory | None
+    """Resident bytes of a run of the batch on a CPU."""
     prefill: Times
     decode: Times
     first_token: float
@@ -177,6 +181,7 @@ def plan(
     chunk = min(workload.prompt, traits_of(place.backend).max_num_batched_tokens)
     prefill = Times.of(timer, StepSize(((0, chunk),), 1, kv_bytes))
     first_token = sum(map(timer.seconds, prompt_steps(workload.prompt, chunk, kv_bytes)))
+    first_token += timer.request_seconds
 
     steps = [
         decode_step(workload.depth, batch, kv_bytes, rows, place.mesh.pipeline)
@@ -195,6 +200,17 @@ def plan(
         place=place,
         workload=workload,
         fit=fit,
+        run_memory=None
+        if traits_of(place.backend).on_gpu or place.mesh.ranks > 1
+        else run_memory(
+            checkpoint,
+            programs[0],
+            this_process(),
+            kv_dtype=kv_dtype,
+            prompt=prompt,
+            output=output,
+            batch=batch,
+        ),
         prefill=prefill,
         decode=decode,
         first_token=first_token,
@@ -224,6 +240,8 @@ def plan_facts(found: Plan, price: float | None = None) -> dict[str, Any]:
         "kv_per_sequence": fit.kv_per_sequence,
         "context": fit.context,
         "sequences": fit.sequences,
+        "run_memory": found.run_memory
+        and vars(found.run_memory) | {"kv": found.run_memory.kv, "peak": found.run_memory.peak},
         "longest_context": found.longest,
         "prefill": _facts(found.prefill),
         "decode": _facts(found.decode),

@@ -4,9 +4,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple, get_args
 
@@ -134,6 +134,23 @@ def _measured(processor: _Processor) -> Machine:
     )
 
 
+def bandwidth_now(threads: int = 0) -> float:
+    """One quick reading of the bytes/s from memory, which is not stored."""
+    from headrace import _native
+
+    return _native.read_bandwidth(threads or host.usable_cores(), READ_BYTES // 2)
+
+
+def best_machine(machines: Sequence[Machine]) -> Machine:
+    """The highest figures of several measurements: a busy machine is measured too slow."""
+    first = machines[0]
+    return replace(
+        first,
+        bandwidth=max(machine.bandwidth for machine in machines),
+        rates={kind: max(machine.rates[kind] for machine in machines) for kind in KINDS},
+    )
+
+
 def _best(readings: list[_Reading], processor: _Processor) -> Machine | None:
     if not readings:
         return None
@@ -184,10 +201,20 @@ def _readings(entry: object) -> list[_Reading]:
     ]
 
 
-def _cache_file() -> Path:
+def processor_key(threads: int = 0, backend: str = "cpu") -> str:
+    """Name of this processor or GPU, with its instruction set and threads, for stored figures."""
+    return _processor(threads, backend).key
+
+
+def cache_file(name: str) -> Path:
+    """A file of stored measurements."""
     from platformdirs import user_cache_path
 
-    return Path(os.environ.get("HEADRACE_CACHE") or user_cache_path("headrace")) / "machine.json"
+    return Path(os.environ.get("HEADRACE_CACHE") or user_cache_path("headrace")) / name
+
+
+def _cache_file() -> Path:
+    return cache_file("machine.json")
 
 
 def _load() -> dict[str, object]:

@@ -89,6 +89,11 @@ def peak_memory(root: Path = Path("/")) -> int:
     return _fields(root / "proc/self/status").get("VmHWM:", 0) * 1024
 
 
+def resident_memory(root: Path = Path("/")) -> int:
+    """Bytes in memory now, including mapped files; 0 if unknown."""
+    return _fields(root / "proc/self/status").get("VmRSS:", 0) * 1024
+
+
 def reset_peak_memory(root: Path = Path("/")) -> bool:
     """Reset `peak_memory`; False if the system refuses."""
     try:

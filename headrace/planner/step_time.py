@@ -1,53 +1,34 @@
-"""The time of a step on a machine: its roofs, and the shares of them that kernels reach.
+"""The time of a step on a machine, by its roofs and the shares of them that kernels reach.
 
-An op takes a fixed time, and the longer of its bytes and its operations at the shares of
-bandwidth and rate that kernels of its kind reach (`reach.toml`, or a calibration of this machine).
+An op takes a fixed time, and the time of its bytes and operations at the shares of bandwidth and
+rate that kernels of its class reach (`reach.py`). A step takes some time of the host, too.
 """
 
-import tomllib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from functools import cache
-from pathlib import Path
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from headrace.planner.hardware import Machine
+from headrace.planner.reach import (
+    HostTime,
+    Reach,
+    Reaches,
+    class_of,
+    is_product,
+    known_reaches,
+    rows_of_product,
+    written_numbers,
+)
 from headrace.planner.roofline import op_kind
-from headrace.program.moe import Experts
 from headrace.program.op import Op, RowKind, StepSize, Value, Weight
-from headrace.program.ops import Attention, QkvRopeWrite
+from headrace.program.ops import Attention
 from headrace.program.trace import Program
 from headrace.record import frozen
 
-OpClass = Literal["linear", "qkv", "attention", "experts", "rows"]
+__all__ = ["Bound", "ClassTime", "Link", "Reaches", "StepTimer", "known_reaches"]
+
 Bound = Literal["launch", "memory", "arithmetic", "link"]
-_BITS = (4, 8, 16, 32)
-
-
-@frozen
-class Reach:
-    """Speed of the kernels of an op, as a fixed time and shares of two roofs."""
-
-    seconds: float
-    """Fixed time of a call."""
-    bandwidth: float
-    """Share of the machine's bandwidth."""
-    rate: float
-    """Share of the machine's rate."""
-
-
-@frozen
-class Reaches:
-    source: str
-    """Machine and date of the measurement."""
-    table: Mapping[OpClass, Mapping[int, Reach]]
-    """By class of op, then by bits of a stored number."""
-
-    def of(self, op: Op, step: StepSize) -> Reach:
-        """The entry of an op, or the nearest that the table has."""
-        part = class_of(op)
-        by_bits = self.table.get(part) or self.table["linear" if part == "experts" else "rows"]
-        bits = stored_bits(op, step)
-        return by_bits[min(by_bits, key=lambda known: abs(known - bits))]
+HOST = "host"
+"""Part of a step outside of all ops."""
 
 
 @frozen
@@ -81,47 +62,11 @@ class ClassTime:
         return max(waits, key=waits.__getitem__)
 
 
-@cache
-def known_reaches(backend: str) -> Reaches | None:
-    """The table of a backend; None before any machine of it was measured."""
-    path = Path(__file__).parent / "reach.toml"
-    entry = tomllib.loads(path.read_text()).get(backend)
-    if entry is None:
-        return None
-    source = entry.pop("source")
-    table = {
-        part: {int(bits): Reach(**reach) for bits, reach in by_bits.items()}
-        for part, by_bits in entry.items()
-    }
-    return Reaches(source, table)
-
-
-def class_of(op: Op) -> OpClass:
-    if isinstance(op, Attention):
-        return "attention"
-    if isinstance(op, QkvRopeWrite):
-        return "qkv"
-    if isinstance(op, Experts):
-        return "experts"
-    return "linear" if op.matrices() else "rows"
-
-
-def stored_bits(op: Op, step: StepSize) -> int:
-    """Bits of a stored number that an op reads most of, rounded up to a known size."""
-    if isinstance(op, Attention):
-        bits = 8 * step.kv_bytes
-    else:
-        matrices = op.matrices()
-        numbers = sum(weight.rows * weight.cols for weight in matrices)
-        bits = 8 * sum(weight.nbytes for weight in matrices) / numbers if numbers else 32
-    # Scales add at most a bit and a half to a number.
-    return next((known for known in _BITS if bits <= known * 1.4), _BITS[-1])
-
-
 class StepTimer:
     """Predicts the time of steps through the stages of a pipeline; one device has one stage.
 
     Ops with equal costs are counted once. Costs that depend on numbers of rows alone are kept.
+    The host's time counts once a step, with the first stage.
     """
 
     def __init__(
@@ -132,14 +77,26 @@ class StepTimer:
         link: Link | None = None,
     ) -> None:
         self._stages = [_StageTimer(stage, machine, reaches, link) for stage in stages]
+        self._host = reaches.host
+
+    @property
+    def request_seconds(self) -> float:
+        """Seconds of the host for a new request, apart from its steps."""
+        return self._host.request
 
     def seconds(self, step: StepSize) -> float:
-        """Seconds of a step through all stages."""
-        return sum(stage.seconds(step) for stage in self._stages)
+        """Seconds of a step through all stages, with the host's time."""
+        return sum(stage.seconds(step) for stage in self._stages) + _host_seconds(self._host, step)
+
+    def launch_seconds(self, step: StepSize) -> float:
+        """Seconds of a step of an executable, without the engine around it."""
+        launch = self._host.launch + self._host.launch_per_sequence * len(step.seqs)
+        return sum(stage.seconds(step) for stage in self._stages) + launch
 
     def stage_seconds(self, step: StepSize) -> tuple[float, ...]:
         """Seconds of each stage."""
-        return tuple(stage.seconds(step) for stage in self._stages)
+        first, *others = (stage.seconds(step) for stage in self._stages)
+        return first + _host_seconds(self._host, step), *others
 
     def slowest(self, step: StepSize) -> int:
         """Number of the slowest stage."""
@@ -147,8 +104,13 @@ class StepTimer:
         return seconds.index(max(seconds))
 
     def class_times(self, step: StepSize) -> list[ClassTime]:
-        """Times of the classes of ops in the slowest stage, the longest first."""
-        return self._stages[self.slowest(step)].class_times(step)
+        """Times of the classes of ops in the slowest stage, and of the host, the longest first."""
+        slowest = self.slowest(step)
+        times = self._stages[slowest].class_times(step)
+        host = _host_seconds(self._host, step)
+        if host and slowest == 0:
+            times.append(_time_of(HOST, 1, _Waits(host, 0.0, 0.0, 0.0)))
+        return sorted(times, key=lambda time: -time.seconds)
 
     def op_seconds(self, step: StepSize, stage: int) -> dict[str, float]:
         """Seconds of all ops of a name, as in a profile."""
@@ -162,6 +124,23 @@ class _Waits(NamedTuple):
     memory: float
     arithmetic: float
     link: float
+
+
+def _host_seconds(host: HostTime, step: StepSize) -> float:
+    each = host.launch_per_sequence + host.engine_per_sequence
+    return host.launch + host.engine + each * len(step.seqs)
+
+
+def _time_of(part: str, calls: int, waits: _Waits) -> ClassTime:
+    return ClassTime(
+        part=part,
+        calls=calls,
+        seconds=sum(waits),
+        launch=waits.launch,
+        memory=waits.memory,
+        arithmetic=waits.arithmetic,
+        link=waits.link,
+    )
 
 
 class _Equals(NamedTuple):
@@ -206,19 +185,9 @@ class _StageTimer:
             for part, waits in by_part.items():
                 known = sums.setdefault(part, [0.0] * len(waits))
                 known[:] = map(sum, zip(known, waits, strict=True))
-        times = [
-            ClassTime(
-                part=part,
-                calls=int(calls),
-                seconds=launch + memory + arithmetic + exchange,
-                launch=launch,
-                memory=memory,
-                arithmetic=arithmetic,
-                link=exchange,
-            )
-            for part, (calls, launch, memory, arithmetic, exchange) in sums.items()
+        return [
+            _time_of(part, int(calls), _Waits(*waits)) for part, (calls, *waits) in sums.items()
         ]
-        return sorted(times, key=lambda time: -time.seconds)
 
     def op_seconds(self, step: StepSize) -> dict[str, float]:
         seconds: dict[str, float] = {}
@@ -260,12 +229,14 @@ class _StageTimer:
         machine, link = self._machine, self._link
         reach, rate = self._speed(op, step)
         memory = op.bytes(step) / (machine.bandwidth * reach.bandwidth)
-        arithmetic = op.flops(step) / rate
-        link_bytes = op.link_bytes(step)
+        arithmetic = self._row_share(op, step, reach.unpack) * op.flops(step) / rate
+        if reach.written:
+            arithmetic += reach.written * written_numbers(op, step) / machine.rates["f32"]
+        roof, link_bytes = reach.roof(memory, arithmetic), op.link_bytes(step)
         return _Waits(
             launch=reach.seconds,
-            memory=memory if memory >= arithmetic else 0.0,
-            arithmetic=arithmetic if arithmetic > memory else 0.0,
+            memory=roof if memory >= arithmetic else 0.0,
+            arithmetic=roof if arithmetic > memory else 0.0,
             link=link.seconds + link_bytes / link.bandwidth if link and link_bytes else 0.0,
         )
 
@@ -276,6 +247,13 @@ class _StageTimer:
             reach = self._reaches.of(op, step)
             self._speeds[key] = reach, self._machine.rates[op_kind(op, step)] * reach.rate
         return self._speeds[key]
+
+    def _row_share(self, op: Op, step: StepSize, unpack: float) -> float:
+        """Work of an op with that of unpacking its weights, over the work of its rows."""
+        if not unpack or not is_product(op):
+            return 1.0
+        rows = rows_of_product(op, step)
+        return 1 + unpack * self._reaches.num_blocks(rows) / rows
 
 
 def _cost_key(op: Op) -> Hashable:

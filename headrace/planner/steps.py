@@ -24,3 +24,24 @@ def prompt_steps(prompt: int, chunk: int, kv_bytes: float) -> Iterator[StepSize]
     """The steps of a prompt that is alone on the machine."""
     for start in range(0, prompt, chunk):
         yield StepSize(((start, min(chunk, prompt - start)),), 1, kv_bytes)
+
+
+def start_steps(prompt: int, batch: int, max_rows: int, kv_bytes: float) -> Iterator[StepSize]:
+    """The steps of a batch of equal prompts until the last one has its first token.
+
+    Sequences with a token decode first, and prompts share the other rows in order.
+    """
+    computed, decoding = 0, [0] * batch
+    while computed < batch * prompt:
+        started = computed // prompt
+        room = max(1, max_rows - started)
+        seqs = [(prompt + decoding[i], 1) for i in range(started)]
+        end = min(batch * prompt, computed + room)
+        while computed < end:
+            done = computed % prompt
+            rows = min(prompt - done, end - computed)
+            seqs.append((done, rows))
+            computed += rows
+        for i in range(started):
+            decoding[i] += 1
+        yield StepSize(tuple(seqs), computed // prompt, kv_bytes)

@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,9 @@ import pytest
 from headrace.cli.main import main
 from headrace.errors import MemoryLimitError, RequestError
 from headrace.measure.plan import plan, plan_facts
+from headrace.planner.calibration import Calibration
+from headrace.planner.memory import ProcessMemory
+from headrace.planner.reach import HostTime, known_reaches
 from tests.planner.models import (
     LLAMA_2_7B_CONFIG,
     LLAMA_8B_CONFIG,
@@ -85,11 +89,35 @@ def test_this_machine(llama_8b: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     known = read_machine("zen4-server").machine()
     monkeypatch.setattr(hardware, "this_machine", lambda: known)
+    monkeypatch.setattr("headrace.measure.place.stored_calibration", lambda: None)
     monkeypatch.setattr("headrace.planner.host.available_memory", lambda: 64 << 30)
     here, there = plan(llama_8b), plan(llama_8b, on="zen4-server")
     assert here.per_token == there.per_token and here.fit.memory == 64 << 30
     with pytest.raises(RequestError, match="'this' is one device"):
         plan(llama_8b, tensor=2)
+
+
+def test_a_calibration_of_this_machine(llama_8b: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its factors replace the shipped ones, its host time counts, and the answer names it."""
+    from headrace.planner import hardware
+    from headrace.planner.machine_files import read_machine
+
+    known = read_machine("zen4-server").machine()
+    shipped = known_reaches("cpu")
+    assert shipped
+    measured = replace(shipped, source="a test", host=HostTime(engine=1.0, request=5.0))
+    calibration = Calibration(measured, ProcessMemory(base=10**6, per_token=0.0))
+    monkeypatch.setattr(hardware, "this_machine", lambda: known)
+    monkeypatch.setattr("headrace.measure.place.stored_calibration", lambda: calibration)
+    monkeypatch.setattr("headrace.measure.run_memory.stored_calibration", lambda: calibration)
+    found = plan(llama_8b)
+    assert plan_facts(found)["reach"] == "a test"
+    assert found.decode.parts[0].part == "host" and found.per_token > 1
+    assert found.first_token > 6
+    assert found.run_memory and found.run_memory.base == 10**6
+    shipped_plan = plan(llama_8b, on="zen4-server")
+    assert "Zen 5" in plan_facts(shipped_plan)["reach"]
+    assert plan(llama_8b, on="l4").run_memory is None
 
 
 @pytest.mark.parametrize(

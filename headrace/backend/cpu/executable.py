@@ -169,6 +169,7 @@ class CpuExecutable:
         self._number = 0  # of the program in the plan
         self._views: dict[tuple[int, int], Floats] = {}
         """Views by buffer and number of rows: making a view takes as long as drawing a token."""
+        self._most_rows = 0, 0
         self._results: list[LogitOpResult] = []  # of the last launch
         self._variants: dict[int, _Variant] = {}
         self._fill_plan(weights, None)
@@ -284,6 +285,7 @@ class CpuExecutable:
     def run(self, batch: RaggedBatch, tokens: Ints) -> None:
         if self._process_group:
             self._process_group.begin(tokens)
+        self._free_small_buffers(batch)
         moved = True  # a run that fails may have moved the buffers
         try:
             moved = self.plan.run(
@@ -303,6 +305,14 @@ class CpuExecutable:
         finally:
             if moved:
                 self._views.clear()
+
+    def _free_small_buffers(self, batch: RaggedBatch) -> None:
+        """Drop the views before buffers grow: they would keep the old buffers until the end."""
+        num_pooled = 0 if batch.pooled_rows is None else len(batch.pooled_rows)
+        rows, gathered_rows = len(batch.tokens), len(batch.logit_rows) + num_pooled
+        if rows > self._most_rows[0] or gathered_rows > self._most_rows[1]:
+            self._views.clear()
+            self._most_rows = max(rows, self._most_rows[0]), max(gathered_rows, self._most_rows[1])
 
     def _rows(self, buffer: int, num_rows: int) -> Floats:
         key = buffer, num_rows

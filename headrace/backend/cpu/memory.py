@@ -12,6 +12,7 @@ from headrace import _native
 from headrace.backend.cpu.lowering import Lowering
 from headrace.backend.cpu.packing import GROUP
 from headrace.backend_traits import KvDtype
+from headrace.program.adapter import LowRank
 from headrace.program.op import RowKind, StepSize, Value, Weight
 from headrace.program.trace import Program
 from headrace.quant.formats import Format, StoredTensor
@@ -205,3 +206,13 @@ def _form_bytes(form: _Form, columns: int) -> int:
             return 2 * columns
         case "f32":
             return 4 * columns
+
+
+def low_rank_bytes(matrices: Mapping[str, LowRank]) -> int:
+    """Bytes of the low-rank matrices of an adapter, in bf16 (`csrc/adapters.h`)."""
+    total = 0
+    for down, up, _ in matrices.values():
+        rank, cols = down.shape
+        rank_tiles, row_tiles = -(-rank // _TILE_ROWS), -(-len(up) // _TILE_ROWS)
+        total += 2 * _TILE_ROWS * (rank_tiles * (cols + cols % 2) + row_tiles * rank)
+    return total

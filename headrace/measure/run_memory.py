@@ -1,0 +1,78 @@
+"""Memory of a run of a model on this machine's CPU, counted before the run."""
+
+from headrace.backend import instructions
+from headrace.backend.cpu.memory import activation_bytes, low_rank_bytes
+from headrace.backend_traits import KvDtype, traits_of
+from headrace.checkpoint.load import Checkpoint
+from headrace.planner.calibration import stored_calibration
+from headrace.planner.memory import (
+    SHIPPED_PROCESS,
+    ProcessMemory,
+    RunMemory,
+    packing_bytes,
+    resident_weights,
+    used_kv,
+    whole_pages,
+)
+from headrace.planner.steps import start_steps
+from headrace.program.adapter import Adapter, low_rank_part
+from headrace.program.kv import number_bytes
+from headrace.program.op import StepSize
+from headrace.program.trace import Program
+
+
+def this_process() -> ProcessMemory:
+    """The memory of a process by the stored calibration, else as measured elsewhere."""
+    stored = stored_calibration()
+    return stored.process if stored else SHIPPED_PROCESS
+
+
+def run_memory(
+    checkpoint: Checkpoint,
+    program: Program,
+    process: ProcessMemory,
+    *,
+    kv_dtype: KvDtype,
+    prompt: int,
+    output: int,
+    batch: int,
+    adapter: Adapter | None = None,
+) -> RunMemory:
+    """Count the resident bytes of `LLM` with `batch` requests that start together.
+
+    `program` is lowered for the `cpu` backend. All requests have the adapter.
+    """
+    traits = traits_of("cpu")
+    count = activation_bytes(
+        program, checkpoint.tensors, kv_dtype, instructions("cpu"), adapter is not None
+    )
+    low_rank = low_rank_part(adapter) if adapter else {}
+    return RunMemory(
+        weights=resident_weights(program) + low_rank_bytes(low_rank),
+        kv_groups=used_kv(
+            program.kv_groups,
+            kv_dtype,
+            prompt + output,
+            batch,
+            traits.kv_block_size,
+        ),
+        activations=whole_pages(count(_largest(program, kv_dtype, prompt, batch))),
+        base=process.base,
+        tokenizer=round(process.per_token * checkpoint.spec.vocab_size),
+        packing=packing_bytes(program, {t.name: t.nbytes for t in checkpoint.tensors.values()}),
+    )
+
+
+def _largest(program: Program, kv_dtype: KvDtype, prompt: int, batch: int) -> StepSize:
+    """The rows that the buffers have room for: they grow at least twofold."""
+    max_rows = traits_of("cpu").max_num_batched_tokens
+    kv_bytes = number_bytes(program.kv_groups, kv_dtype)
+    rows = logit_rows = 0
+    for step in start_steps(prompt, batch, max_rows, kv_bytes):
+        rows = _grown(rows, step.rows)
+        logit_rows = _grown(logit_rows, step.logit_rows)
+    return StepSize(((0, rows),), logit_rows, kv_bytes)
+
+
+def _grown(room: int, needed: int) -> int:
+    return room if needed <= room else max(needed, 2 * room)
