@@ -1,9 +1,11 @@
 """Measure whether speculative decoding saves time for a model on this machine, and how deep to
-draft.
+draft; or with `--machine` the speed of this machine's kernels.
 
 The model writes a text, and each draft model predicts every token of it. A draft model is the
 first layers of the model itself, or a smaller model. Acceptance and step times give the expected
 speed; the best draft model is then timed against plain decoding.
+
+`--machine` takes about two minutes and no model. `headrace plan` uses the result, which is stored.
 """
 
 import argparse
@@ -22,15 +24,22 @@ from headrace.errors import RequestError
 
 if TYPE_CHECKING:
     from headrace.measure.calibrate import Calibration, MeasuredDraft
+    from headrace.planner.calibration import Calibration as MachineCalibration
 
 EXAMPLES = """\
   headrace calibrate smollm2
   headrace calibrate MODEL --draft-model SMALLER_MODEL --prompt "def main():"
-  headrace calibrate MODEL --layers 6,12 --depth 4 --json"""
+  headrace calibrate MODEL --layers 6,12 --depth 4 --json
+  headrace calibrate --machine"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser, optional=True)
+    parser.add_argument(
+        "--machine",
+        action="store_true",
+        help="speed of this machine's kernels for `headrace plan`, in place of drafts",
+    )
     draft = parser.add_argument_group("draft models")
     draft.add_argument(
         "--draft-model",
@@ -72,6 +81,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.machine:
+        return _calibrate_machine(args)
     from headrace.measure.calibrate import PROMPT, calibrate
     from headrace.measure.table import print_json
 
@@ -97,6 +108,58 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(calibration)
     return 0
+
+
+def _calibrate_machine(args: argparse.Namespace) -> int:
+    from headrace.cli.progress import progress_bar
+    from headrace.measure.machine_calibration import calibrate_machine
+    from headrace.measure.table import print_json
+    from headrace.planner.calibration import calibration_facts, store_calibration
+
+    if args.draft_model is not None or args.prompt is not None or args.layers:
+        raise RequestError("--draft-model, --prompt and --layers are for drafts, not for --machine")
+    with progress_bar() as on_progress:
+        found = calibrate_machine(threads=args.threads, on_progress=on_progress)
+    is_stored = store_calibration(found, args.threads)
+    if args.json:
+        print_json(calibration_facts(found))
+        return 0
+    _print_speeds(found)
+    if not is_stored:
+        raise RequestError("the result cannot be stored: set HEADRACE_CACHE to a writable folder")
+    return 0
+
+
+def _print_speeds(found: "MachineCalibration") -> None:
+    from headrace.measure.table import print_figures, print_table, size
+
+    rows = [
+        [
+            part,
+            f"{bits:g}",
+            f"{reach.seconds * 1e6:.2f}",
+            f"{reach.bandwidth:.0%}",
+            f"{reach.rate:.0%}",
+            f"{reach.unpack:.1f}",
+            f"{reach.written:.0f}",
+        ]
+        for part, by_bits in found.reaches.table.items()
+        for bits, reach in sorted(by_bits.items())
+    ]
+    headings = ["ops", ">bits", ">us a call", ">bandwidth", ">rate", ">unpack", ">per number"]
+    print_table(headings, rows, "Kernels, as shares of the roofs of headrace doctor")
+    host = found.reaches.host
+    print_figures(
+        "Engine",
+        {
+            "start of a step": f"{host.launch * 1e6:.0f} us, and "
+            f"{host.launch_per_sequence * 1e6:.1f} us a sequence",
+            "schedule and tokens": f"{host.engine * 1e6:.0f} us, and "
+            f"{host.engine_per_sequence * 1e6:.1f} us a sequence",
+            "request": f"{host.request * 1e6:.0f} us",
+            "memory of a process": size(found.process.base),
+        },
+    )
 
 
 def _print(calibration: "Calibration") -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, get_args
 
 from headrace.backend_traits import KvDtype
 from headrace.cli.arguments import (
+    DEFAULT_MODEL,
     MAX_COUNT,
     MAX_TOKENS,
     add_json,
@@ -31,6 +32,7 @@ EXAMPLES = """\
   headrace plan ./Llama-3.1-70B/config.json --on a100-80 -tp 4 --why
   headrace plan ./Llama-3.1-8B/config.json --goal "ttft<1s tpot<30ms users=40 context=8k"
   headrace plan smollm2 --on this --goal "throughput users=16 tpot<20ms"
+  headrace plan --check
   headrace plan --list"""
 _MAX_RANKS = 1024
 _MAX_DEPTH = 64
@@ -38,7 +40,13 @@ _MAX_DEPTH = 64
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser, optional=True)
+    parser.set_defaults(model=None)  # `--check` without a model runs random ones
     add_json(parser)
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="predicted and measured times on this machine, of the model or of random models",
+    )
     parser.add_argument("--list", action="store_true", help="list of the known machines")
     parser.add_argument("--why", action="store_true", help="arithmetic of each figure, and sources")
     parser.add_argument(
@@ -153,6 +161,11 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         _print_machines(args.json)
         return 0
+    if args.check:
+        from headrace.cli.plan_check import check
+
+        return check(args)
+    args.model = args.model or DEFAULT_MODEL
     if args.svg:
         check_writable("--svg", args.svg)
     if args.goal is not None:
@@ -247,6 +260,17 @@ def _print(found: "Plan", price: float | None) -> None:
     }
     each = " of each device" if ranks > 1 else ""
     print_figures(f"Memory{each}: {size(fit.memory)} on {devices}", memory)
+    if run := found.run_memory:
+        parts = {
+            "weights": run.weights,
+            **{f"KV of {layers}": kv for layers, kv in run.kv_groups.items()},
+            "activations": run.activations,
+            "interpreter and engine": run.base,
+            "tokenizer": run.tokenizer,
+            "peak": run.peak,
+        }
+        requests = f"{work.batch:,} x {work.prompt + work.output:,} tokens"
+        print_figures(f"Resident memory of {requests}", {k: size(v) for k, v in parts.items()})
     _print_times(f"Step of {work.batch:,} x 1 row at depth {work.depth:,}", found.decode)
     _print_times(f"Step of a prompt of {work.prompt:,} tokens", found.prefill)
 
@@ -313,9 +337,17 @@ def _print_why(found: "Plan") -> None:
     rates = ", ".join(f"{rate / 1e12:,.2f} T in {kind}" for kind, rate in machine.rates.items())
     print(f"roofs: {machine.bandwidth / 1e9:,.1f} GB/s; operations/s: {rates}")
     print(
-        "time of an op = fixed time of a call + max(bytes / (bandwidth x its share), "
-        "operations / (rate x its share))"
+        "time of an op = fixed time of a call + (memory^p + arithmetic^p)^(1/p); memory = bytes / "
+        "(bandwidth x share); arithmetic = operations x (1 + unpack x blocks / rows) / (rate x "
+        "share) + written numbers x work / rate of f32"
     )
+    for part_name, by_bits in place.reaches.table.items():
+        for bits, reach in by_bits.items():
+            print(
+                f"{part_name}, {bits:g} bits: {reach.seconds * 1e6:.2f} us a call, share of "
+                f"bandwidth {reach.bandwidth:.2f}, of rate {reach.rate:.2f}, unpack "
+                f"{reach.unpack:.1f} rows, work {reach.written:.0f} a number, p {reach.overlap:g}"
+            )
     for times, name in ((found.decode, "decode"), (found.prefill, "prefill")):
         for part in times.parts:
             print(

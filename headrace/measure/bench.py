@@ -10,7 +10,7 @@ from importlib.metadata import version
 from statistics import median
 from time import perf_counter
 from types import TracebackType
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from headrace.backend import lower_program
 from headrace.checkpoint.load import Checkpoint
 from headrace.config import OFFLINE, EngineConfig
+from headrace.engine.engine import Engine
 from headrace.errors import RequestError
 from headrace.loader.backend_choice import with_backend
 from headrace.loader.load import load_model, open_files
@@ -262,11 +263,16 @@ class Run(NamedTuple):
 
 class Bench:
     def __init__(self, model: str, config: EngineConfig) -> None:
-        self._engine, _, tokenizer, self.checkpoint = load_model(model, config)
-        self._prefix = tokenizer.prefix_ids
-        self._random = np.random.default_rng(config.seed)
+        engine, _, tokenizer, checkpoint = load_model(model, config)
+        self._prepare(engine, tokenizer.prefix_ids, checkpoint, config.seed)
 
-    def __enter__(self) -> "Bench":
+    def _prepare(
+        self, engine: Engine, prefix: Sequence[int], checkpoint: Checkpoint, seed: int | None
+    ) -> None:
+        self._engine, self._prefix, self.checkpoint = engine, prefix, checkpoint
+        self._random = np.random.default_rng(seed)
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

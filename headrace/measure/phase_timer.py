@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,23 @@ _MIN_SECONDS = 0.3
 
 def num_blocks(phase: Phase, block_size: int) -> int:
     return phase.seqs * -(-phase.length // block_size)
+
+
+def step_blocks(step: StepSize, block_size: int) -> int:
+    """KV blocks of a step's batch: all sequences have as many as the longest."""
+    length = max(context + rows for context, rows in step.seqs)
+    return len(step.seqs) * -(-length // block_size)
+
+
+def step_phase(step: StepSize) -> Phase:
+    """A phase of one step."""
+    depth = step.seqs[0][0]
+    return Phase(name="", seqs=len(step.seqs), depth=depth, tokens=step.rows, steps=(step,))
+
+
+def quietest(turns: Sequence[Sequence[float]]) -> float:
+    """The least median of a turn: other programs slow single turns, and make none faster."""
+    return min(median(seconds) for seconds in turns)
 
 
 def _prefix_ids(checkpoint: Checkpoint) -> Sequence[int]:
@@ -75,10 +93,12 @@ class PhaseTimer:
         for group in range(self._num_groups):
             self.executable.move_slots(group, slots[filled:] % filled, slots[filled:])
 
-    def time_phase(self, phase: Phase) -> list[list[StepTimes]]:
-        """Times of all steps in each round. Every round writes the same KV."""
+    def time_phase(self, phase: Phase, seconds: float = _MIN_SECONDS) -> list[list[StepTimes]]:
+        """Times of all steps in each round, for at least `seconds`. Every round writes the same
+        KV.
+        """
         batches = [self._batch(load) for load in phase.steps]
-        end = time.monotonic() + _MIN_SECONDS
+        end = time.monotonic() + seconds
         rounds = [[self.executable.profile(batch) for batch in batches]]
         while time.monotonic() < end:
             rounds.append([self.executable.profile(batch) for batch in batches])

@@ -1,0 +1,42 @@
+"""Prints the errors of the plan of this machine."""
+
+import argparse
+from statistics import median
+
+from headrace.cli.progress import progress_bar
+
+
+def check(args: argparse.Namespace) -> int:
+    """Measure the points of `--check`, and print them next to their predictions."""
+    from headrace.measure.plan_check import check_plan
+    from headrace.measure.table import print_figures, print_json, print_table
+
+    with progress_bar() as on_progress:
+        found = check_plan(args.model, on_progress=on_progress)
+    if args.json:
+        print_json(found.facts())
+        return 0
+    rows = [
+        [
+            point.model,
+            point.format,
+            point.kind,
+            point.name,
+            f"{point.predicted * 1e3:,.2f}",
+            f"{point.measured * 1e3:,.2f}",
+            f"{point.error:+.0%}",
+        ]
+        for point in found.points
+    ]
+    headings = ["model", "format", "time", "sequences", ">predicted ms", ">measured ms", ">error"]
+    print_table(headings, rows)
+    print()
+    errors = {kind: found.errors(kind) for kind in dict.fromkeys(p.kind for p in found.points)}
+    print_figures(
+        f"Errors of {len(found.points)} predictions, by kernels measured on {found.reach}",
+        {
+            kind: f"median {median(values):.1%}, max {max(values):.1%} of {len(values)}"
+            for kind, values in errors.items()
+        },
+    )
+    return 0
