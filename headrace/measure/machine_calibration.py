@@ -7,22 +7,23 @@ squares. `Reach` explains each term.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import date
 from statistics import median
 from typing import Any, NamedTuple
 
 from headrace.backend import instructions
-from headrace.batch import StepTimes
 from headrace.config import EngineConfig
 from headrace.measure.engine_time import measure_engine
 from headrace.measure.least_squares import fit_factors
-from headrace.measure.phase_timer import PhaseTimer, quietest, step_blocks, step_phase
+from headrace.measure.op_profile import median_machine
+from headrace.measure.phase_timer import PhaseTimer, Roof, step_blocks, step_phase
 from headrace.measure.process_memory import measure_process
 from headrace.measure.progress import ProgressCallback, ignore_progress
 from headrace.measure.random_model import random_checkpoint
 from headrace.planner import hardware
 from headrace.planner.calibration import Calibration
-from headrace.planner.hardware import Machine, best_machine
+from headrace.planner.hardware import Machine
 from headrace.planner.reach import (
     HostTime,
     OpClass,
@@ -82,11 +83,14 @@ _CONTEXTS: Sequence[tuple[tuple[int, int], ...]] = (
     ((3500, 128),),
 )
 """Steps with context, for attention."""
-_TURNS = 5
+_PASSES = 2
+"""Runs of each model, with some time between them."""
+_TURNS = 3
 _SECONDS = 0.03
 """Minimum seconds of a step's measurements in a turn."""
 _PRODUCT_OVERLAP = 6.0
 """Overlap of memory and arithmetic in products of a CPU."""
+_CONTEXT_FORMATS = ("Q4_0", "BF16")
 _FULL_RATE = (1.0, 0.0, 0.0)
 """Least factors of arithmetic, unpacking and writing: no kernel is faster than the roof."""
 _AVX512_ROWS, _OTHER_ROWS = 16, 4
@@ -114,20 +118,27 @@ def calibrate_machine(
 
     `threads` 0 uses all usable cores. Nothing is stored: see `store_calibration`.
     """
+    runs = [(name, format) for format in _FORMATS for name in _SHAPES]
+    turns: dict[tuple[str, str], list[list[_Turn]]] = {}
+    for number, run in enumerate(runs * _PASSES):
+        on_progress("kernels", number / (len(runs) * _PASSES))
+        measured = _measure(*run, threads)
+        known = turns.setdefault(run, [[] for _ in measured])
+        for found, more in zip(known, measured, strict=True):
+            found += more
+
     products: dict[tuple[str, bool], list[_Seen]] = defaultdict(list)
     others: dict[OpClass, list[_Seen]] = defaultdict(list)
     outside: list[tuple[int, float]] = []
-    runs = [(name, format) for format in _FORMATS for name in _SHAPES]
-    for number, (name, format) in enumerate(runs):
-        on_progress("kernels", number / len(runs))
-        with_context = format in ("Q4_0", "BF16")
-        measured = _measure(name, format, threads, with_context)
-        outside += measured.outside
-        for seen in measured.seen:
-            if seen.part in ("linear", "qkv", "head"):
-                products[format, seen.part != "linear"].append(seen)
-            else:
-                others[seen.part].append(seen)
+    for (_, format), steps in turns.items():
+        # Other programs slow some turns, and make none faster.
+        for turn in map(min, steps):
+            outside.append((len(turn.step.seqs), turn.outside))
+            for seen in _account(turn):
+                if seen.part in ("linear", "qkv", "head"):
+                    products[format, seen.part != "linear"].append(seen)
+                else:
+                    others[seen.part].append(seen)
 
     on_progress("engine", 0.0)
     table = _fit_table(products, others)
@@ -148,51 +159,65 @@ def calibrate_machine(
     )
 
 
-class _Measured(NamedTuple):
-    seen: list[_Seen]
-    outside: list[tuple[int, float]]  # sequences, and seconds outside of ops
+class _Turn(NamedTuple):
+    """A step's seconds in a turn, as medians, and the machine around it."""
+
+    wall: float
+    outside: float
+    """Seconds outside of all ops."""
+    number: int
+    ops: Mapping[str, float]
+    step: StepSize
+    program: Program
+    machine: Machine
 
 
-def _measure(name: str, format: str, threads: int, with_context: bool) -> _Measured:
-    """Time the steps of a model turn by turn."""
+def _measure(name: str, format: str, threads: int) -> list[list[_Turn]]:
+    """Time the steps of a model turn by turn; returns the turns of each step."""
     checkpoint = random_checkpoint(name, _SHAPES[name], format)
     config = EngineConfig(backend="cpu", threads=threads)
     sizes = [_SINGLE, *(_SINGLE * seqs for seqs in _BATCHES), *(((0, n),) for n in _PROMPTS)]
-    if with_context:
+    if format in _CONTEXT_FORMATS:
         sizes += _CONTEXTS
     steps = [StepSize(seqs, len(seqs), 2.0) for seqs in sizes]
     blocks = max(step_blocks(step, config.traits.kv_block_size) for step in steps)
     timer = PhaseTimer(name, checkpoint, config, blocks)
+    turns: list[list[_Turn]] = [[] for _ in steps]
     try:
         program = timer.executable.program
         kv_bytes = number_bytes(program.kv_groups, config.kv_format)
-        phases = [step_phase(step._replace(kv_bytes=kv_bytes)) for step in steps]
-        machines = [hardware.measure(threads)]
-        turns: list[list[list[StepTimes]]] = [[] for _ in phases]
-        for _ in range(_TURNS):
-            for index, phase in enumerate(phases):
-                turns[index].append([step for (step,) in timer.time_phase(phase, _SECONDS)])
+        machines, roof = [hardware.measure(threads)], Roof(threads)
+        for number in range(_TURNS):
+            for index, step in enumerate(steps):
+                step = step._replace(kv_bytes=kv_bytes)
+                times = [found for (found,) in timer.time_phase(step_phase(step), _SECONDS)]
+                names = {name for found in times for name in found.ops}
+                turns[index].append(
+                    _Turn(
+                        wall=median(found.wall for found in times),
+                        outside=max(
+                            0.0, median(found.wall - sum(found.ops.values()) for found in times)
+                        ),
+                        number=number,
+                        ops={n: median(found.ops.get(n, 0.0) for found in times) for n in names},
+                        step=step,
+                        program=program,
+                        machine=replace(machines[0], bandwidth=roof.around()),
+                    )
+                )
             machines.append(hardware.measure(threads))
     finally:
         timer.close()
-
-    machine, seen, outside = best_machine(machines), list[_Seen](), []
-    for phase, found in zip(phases, turns, strict=True):
-        names = {name for times in found for time in times for name in time.ops}
-        ops = {
-            name: quietest([[time.ops.get(name, 0.0) for time in times] for times in found])
-            for name in names
-        }
-        rest = [[time.wall - sum(time.ops.values()) for time in times] for times in found]
-        outside.append((phase.seqs, max(0.0, quietest(rest))))
-        seen += _account(program, phase.steps[0], ops, machine)
-    return _Measured(seen, outside)
+    rates = median_machine(machines).rates
+    return [
+        [turn._replace(machine=replace(turn.machine, rates=rates)) for turn in found]
+        for found in turns
+    ]
 
 
-def _account(
-    program: Program, step: StepSize, seconds: Mapping[str, float], machine: Machine
-) -> Iterator[_Seen]:
+def _account(turn: _Turn) -> Iterator[_Seen]:
     """Divide the seconds by op over the classes; ops that the backend adds count as `rows`."""
+    program, step, seconds, machine = turn.program, turn.step, turn.ops, turn.machine
     by_class: dict[OpClass, list[Op]] = defaultdict(list)
     for op in program.ops:
         by_class[class_of(op)].append(op)
@@ -231,15 +256,9 @@ def _fit_table(
         "attention": {},
         "rows": {},
     }
-    for format in dict.fromkeys(format for format, _ in products):
-        single = [
-            seen for offset in (False, True) for seen in products[format, offset] if seen.rows == 1
-        ]
-        fixed, memory = fit_factors(
-            [[seen.calls, seen.memory] for seen in single],
-            [seen.seconds for seen in single],
-            (0.0, 0.5),  # caches serve at most a half of the weights
-        )
+    formats = list(dict.fromkeys(format for format, _ in products))
+    fixed, *shares = _fit_single(products, formats)
+    for format, share in zip(formats, shares, strict=True):
         for offset, part in ((False, "linear"), (True, "qkv")):
             many = [seen for seen in products[format, offset] if seen.rows > _AVX512_ROWS]
             rate, unpack, written = fit_factors(
@@ -250,7 +269,7 @@ def _fit_table(
             bits = round(median(s.bits for s in many), 1)
             table[part][bits] = Reach(  # type: ignore[index]
                 seconds=fixed,
-                bandwidth=1 / memory,
+                bandwidth=1 / share,
                 rate=1 / rate,
                 unpack=unpack / rate,
                 written=written,
@@ -271,3 +290,18 @@ def _fit_table(
     fixed, written = fit_factors([[s.calls, s.written] for s in seen], [s.seconds for s in seen])
     table["rows"][32.0] = Reach(seconds=fixed, bandwidth=1.0, rate=1.0, written=written)
     return table
+
+
+def _fit_single(
+    products: Mapping[tuple[str, bool], Sequence[_Seen]], formats: Sequence[str]
+) -> list[float]:
+    """The fixed time of a product, and the bandwidths of each format, by steps of one row."""
+    columns, seconds = [], []
+    for (format, _), steps in products.items():
+        for seen in steps:
+            if seen.rows == 1:
+                memory = [seen.memory if format == other else 0.0 for other in formats]
+                columns.append([seen.calls, *memory])
+                seconds.append(seen.seconds)
+    # Caches serve at most a half of the weights.
+    return fit_factors(columns, seconds, [0.0] + [0.5] * len(formats))

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from headrace.loader.ranks import compile_ranks
 from headrace.measure.op_profile import Phase
 from headrace.model import trace_model
 from headrace.parallel.config import mesh_of, threads_per_rank
+from headrace.planner import hardware
 from headrace.planner.roofline import PREFILL_CHUNK
 from headrace.program.op import StepSize
 
@@ -40,9 +40,17 @@ def step_phase(step: StepSize) -> Phase:
     return Phase(name="", seqs=len(step.seqs), depth=depth, tokens=step.rows, steps=(step,))
 
 
-def quietest(turns: Sequence[Sequence[float]]) -> float:
-    """The least median of a turn: other programs slow single turns, and make none faster."""
-    return min(median(seconds) for seconds in turns)
+class Roof:
+    """The bandwidth around measurements: that of a shared machine changes by the minute."""
+
+    def __init__(self, threads: int = 0) -> None:
+        self._threads = threads
+        self._last = hardware.bandwidth_now(threads)
+
+    def around(self) -> float:
+        """The mean of a new reading and the one before."""
+        before, self._last = self._last, hardware.bandwidth_now(self._threads)
+        return (before + self._last) / 2
 
 
 def _prefix_ids(checkpoint: Checkpoint) -> Sequence[int]:

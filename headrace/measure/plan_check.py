@@ -16,7 +16,8 @@ from headrace.checkpoint.load import Checkpoint
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig
 from headrace.measure.bench import Run
-from headrace.measure.phase_timer import PhaseTimer, step_blocks, step_phase
+from headrace.measure.op_profile import median_machine
+from headrace.measure.phase_timer import PhaseTimer, Roof, step_blocks, step_phase
 from headrace.measure.place import cpu_reaches
 from headrace.measure.placed_model import main_format, open_model, rank_programs
 from headrace.measure.progress import ProgressCallback, ignore_progress
@@ -24,7 +25,7 @@ from headrace.measure.random_bench import RandomBench, tiny_tokenizer
 from headrace.measure.random_model import random_checkpoint
 from headrace.parallel.mesh import Mesh
 from headrace.planner import hardware
-from headrace.planner.hardware import Machine, best_machine
+from headrace.planner.hardware import Machine
 from headrace.planner.reach import Reaches
 from headrace.planner.step_time import StepTimer
 from headrace.planner.steps import decode_step, start_steps
@@ -61,7 +62,7 @@ class Point(NamedTuple):
 @frozen(kw_only=True)
 class PlanCheck:
     machine: Machine
-    """The highest measured roofs."""
+    """Medians of all measured roofs."""
     reach: str
     """Source of the kernels' speeds."""
     points: tuple[Point, ...]
@@ -123,7 +124,7 @@ def check_plan(
             measured = _measure_requests(case, reaches)
             machines.append(measured.machine)
             points += measured.points
-    return PlanCheck(machine=best_machine(machines), reach=reaches.source, points=tuple(points))
+    return PlanCheck(machine=median_machine(machines), reach=reaches.source, points=tuple(points))
 
 
 def _read_points() -> dict[str, Any]:
@@ -178,18 +179,6 @@ class _Measured(NamedTuple):
     machine: Machine
 
 
-class _Roof:
-    """The bandwidth between measurements."""
-
-    def __init__(self) -> None:
-        self._last = hardware.bandwidth_now()
-
-    def around(self) -> float:
-        """The mean of a new reading and the one before."""
-        before, self._last = self._last, hardware.bandwidth_now()
-        return (before + self._last) / 2
-
-
 def _measure_steps(case: _Case, reaches: Reaches) -> _Measured:
     checkpoint, name = case.checkpoint, case.checkpoint.spec.name
     config = EngineConfig(backend="cpu")
@@ -201,7 +190,7 @@ def _measure_steps(case: _Case, reaches: Reaches) -> _Measured:
     turns: list[list[_Turn]] = [[] for _ in steps]
     try:
         machines = [hardware.measure()]
-        roof = _Roof()
+        roof = Roof()
         for _ in range(_TURNS):
             for index, step in enumerate(steps):
                 rounds = timer.time_phase(step_phase(step), _SECONDS)
@@ -211,7 +200,7 @@ def _measure_steps(case: _Case, reaches: Reaches) -> _Measured:
     finally:
         timer.close()
 
-    machine = best_machine(machines)
+    machine = median_machine(machines)
     points = []
     for step, found in zip(steps, turns, strict=True):
         turn = min(found)
@@ -242,7 +231,7 @@ def _measure_requests(case: _Case, reaches: Reaches) -> _Measured:
         max_rows, kv_bytes = bench.max_rows, number_bytes(programs[0].kv_groups, bench.kv_format)
         for request in case.requests:
             bench.run(*request)  # warms up
-        roof = _Roof()
+        roof = Roof()
         for _ in range(_RUNS):
             for index, request in enumerate(case.requests):
                 run, bandwidth = bench.run(*request), roof.around()
@@ -251,7 +240,7 @@ def _measure_requests(case: _Case, reaches: Reaches) -> _Measured:
                 betweens[index].append(_Turn(_per_token(run), bandwidth))
         machines.append(hardware.measure())
 
-    machine, points = best_machine(machines), []
+    machine, points = median_machine(machines), []
     for number, (seqs, prompt, output) in enumerate(case.requests):
         label = f"{seqs} x {prompt:,} + {output}"
         turn = min(starts[number])

@@ -4,9 +4,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, get_args
 
@@ -139,16 +139,6 @@ def bandwidth_now(threads: int = 0) -> float:
     from headrace import _native
 
     return _native.read_bandwidth(threads or host.usable_cores(), READ_BYTES // 2)
-
-
-def best_machine(machines: Sequence[Machine]) -> Machine:
-    """The highest figures of several measurements: a busy machine is measured too slow."""
-    first = machines[0]
-    return replace(
-        first,
-        bandwidth=max(machine.bandwidth for machine in machines),
-        rates={kind: max(machine.rates[kind] for machine in machines) for kind in KINDS},
-    )
 
 
 def _best(readings: list[_Reading], processor: _Processor) -> Machine | None:

@@ -57,6 +57,7 @@ def test_a_calibration_of_tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_calibration, "_SECONDS", 0.0)
     monkeypatch.setattr(machine_calibration, "_CONTEXTS", (((100, 1),) * 2, ((0, 32),)))
     monkeypatch.setattr("headrace.planner.hardware.measure", lambda *args: HERE)
+    monkeypatch.setattr("headrace.planner.hardware.bandwidth_now", lambda *args: HERE.bandwidth)
     monkeypatch.setattr(
         machine_calibration, "measure_engine", lambda host, *_: HostTime(request=1e-4)
     )

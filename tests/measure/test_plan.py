@@ -108,6 +108,7 @@ def test_a_calibration_of_this_machine(llama_8b: str, monkeypatch: pytest.Monkey
     measured = replace(shipped, source="a test", host=HostTime(engine=1.0, request=5.0))
     calibration = Calibration(measured, ProcessMemory(base=10**6, per_token=0.0))
     monkeypatch.setattr(hardware, "this_machine", lambda: known)
+    monkeypatch.setattr("headrace.planner.host.available_memory", lambda: 64 << 30)
     monkeypatch.setattr("headrace.measure.place.stored_calibration", lambda: calibration)
     monkeypatch.setattr("headrace.measure.run_memory.stored_calibration", lambda: calibration)
     found = plan(llama_8b)
