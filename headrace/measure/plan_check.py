@@ -52,6 +52,8 @@ class Point(NamedTuple):
     name: str
     predicted: float
     measured: float
+    bandwidth: float
+    """Bytes/s around the measurement."""
 
     @property
     def error(self) -> float:
@@ -206,7 +208,7 @@ def _measure_steps(case: _Case, reaches: Reaches) -> _Measured:
         turn = min(found)
         timer_then = _timer(programs, machine, turn, reaches)
         predicted = timer_then.launch_seconds(step)
-        points.append(Point(name, case.format, "step", _step_name(step), predicted, turn.seconds))
+        points.append(Point(name, case.format, "step", _step_name(step), predicted, *turn))
     return _Measured(points, machine)
 
 
@@ -247,11 +249,11 @@ def _measure_requests(case: _Case, reaches: Reaches) -> _Measured:
         timer = _timer(programs, machine, turn, reaches)
         start = sum(map(timer.seconds, start_steps(prompt, seqs, max_rows, kv_bytes)))
         start += seqs * timer.request_seconds
-        points.append(Point(name, case.format, "first token", label, start, turn.seconds))
+        points.append(Point(name, case.format, "first token", label, start, *turn))
         turn = min(betweens[number])
         timer = _timer(programs, machine, turn, reaches)
         between = timer.seconds(decode_step(prompt + output // 2, seqs, kv_bytes))
-        points.append(Point(name, case.format, "time per token", label, between, turn.seconds))
+        points.append(Point(name, case.format, "time per token", label, between, *turn))
     return _Measured(points, machine)
 
 

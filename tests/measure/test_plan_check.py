@@ -51,7 +51,7 @@ def test_each_point_is_predicted_and_measured(tiny: None) -> None:
         ("time per token", "2 x 16 + 8"),
     ]
     assert all(point.predicted > 0 and point.measured > 0 for point in found.points)
-    assert Point("m", "f", "step", "1 x 1 at 0", 3.0, 2.0).error == 0.5
+    assert Point("m", "f", "step", "1 x 1 at 0", 3.0, 2.0, 1e9).error == 0.5
 
 
 def test_the_command_prints_errors(tiny: None, capsys: pytest.CaptureFixture[str]) -> None:
