@@ -12,6 +12,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from headrace.cli.arguments import (
+    DEFAULT_MODEL,
     add_backend,
     add_json,
     add_model,
@@ -35,6 +36,7 @@ EXAMPLES = """\
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_model(parser, optional=True)
+    parser.set_defaults(model=None)  # `--machine` has none
     parser.add_argument(
         "--machine",
         action="store_true",
@@ -91,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
             raise RequestError(f"--{flag} is empty; write a text, or leave it out")
     try:
         calibration = calibrate(
-            args.model,
+            args.model or DEFAULT_MODEL,
             draft_model=args.draft_model or "",
             layers=args.layers,
             prompt=args.prompt or PROMPT,
@@ -116,8 +118,11 @@ def _calibrate_machine(args: argparse.Namespace) -> int:
     from headrace.measure.table import print_json
     from headrace.planner.calibration import calibration_facts, store_calibration
 
-    if args.draft_model is not None or args.prompt is not None or args.layers:
-        raise RequestError("--draft-model, --prompt and --layers are for drafts, not for --machine")
+    options = ("model", "draft_model", "prompt", "layers")
+    given = [name for name in options if getattr(args, name)]
+    if given or args.backend not in ("auto", "cpu"):
+        names = ", ".join(name.replace("_", "-") for name in given or ["backend"])
+        raise RequestError(f"--machine measures this CPU without a model; leave out: {names}")
     with progress_bar() as on_progress:
         found = calibrate_machine(threads=args.threads, on_progress=on_progress)
     is_stored = store_calibration(found, args.threads)

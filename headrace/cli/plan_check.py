@@ -4,10 +4,36 @@ import argparse
 from statistics import median
 
 from headrace.cli.progress import progress_bar
+from headrace.errors import RequestError
+
+_OTHER_OPTIONS = (
+    "goal",
+    "budget",
+    "on",
+    "tp",
+    "pp",
+    "format",
+    "kv_dtype",
+    "prompt",
+    "output",
+    "batch",
+    "context",
+    "price",
+    "svg",
+    "sweep",
+    "why",
+)
 
 
 def check(args: argparse.Namespace) -> int:
     """Measure the points of `--check`, and print them next to their predictions."""
+    given = [name for name in _OTHER_OPTIONS if getattr(args, name)]
+    if args.draft[0]:
+        given.append("draft")
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise RequestError(f"--check has points of its own on this machine; leave out {names}")
+
     from headrace.measure.plan_check import check_plan
     from headrace.measure.table import print_figures, print_json, print_table
 

@@ -67,3 +67,18 @@ def test_the_points_are_sixty_steps() -> None:
     assert sum(len(case["steps"]) for case in record["cases"]) == 60
     assert {case["shape"] for case in record["cases"]} == record["shapes"].keys()
     assert {case["format"] for case in record["cases"]} == {"Q4_0", "Q4_1", "Q8_0", "BF16"}
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["plan", "--check", "--on", "l4", "--batch", "2"], "leave out --on, --batch"),
+        (["calibrate", "--machine", "smollm2"], "leave out: model"),
+        (["calibrate", "--machine", "--backend", "cuda"], "leave out: backend"),
+    ],
+)
+def test_options_without_an_effect_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
