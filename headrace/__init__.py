@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from headrace.llm import LLM
     from headrace.measure.bench import bench_latency, bench_throughput
     from headrace.measure.calibrate import calibrate
+    from headrace.measure.climb import climb
     from headrace.measure.evaluate import evaluate
     from headrace.measure.plan import plan
     from headrace.measure.profile import profile
@@ -31,6 +32,7 @@ __all__ = [
     "bench_latency",
     "bench_throughput",
     "calibrate",
+    "climb",
     "evaluate",
     "plan",
     "profile",
@@ -51,6 +53,7 @@ _MODULES = {
     "bench_latency": "measure.bench",
     "bench_throughput": "measure.bench",
     "calibrate": "measure.calibrate",
+    "climb": "measure.climb",
     "evaluate": "measure.evaluate",
     "plan": "measure.plan",
     "profile": "measure.profile",

@@ -26,6 +26,7 @@ COMMANDS = {
     "ls": "list the downloaded models and the aliases",
     "show": "show the shape, the memory and the maximum speed of a model",
     "plan": "predict memory, time and cost of a model on any machine",
+    "climb": "measure a model from naive inference to all techniques",
     "profile": "profile prefill and decode op by op",
     "bench": "measure latency or throughput of a model",
     "eval": "evaluate the quality of a model and of its quantised formats",

@@ -157,7 +157,7 @@ class Search:
         self.space = space
         self.tried = 0
         own = open_model(model)
-        self.model, self.own_format = own.spec.name, main_format(own)
+        self.model, self.own_format = own.spec.name, main_format(own).name
         self._model = model
         self.max_context = own.spec.max_context
         whole = trace_model(own.spec, own.tensors)
@@ -199,11 +199,14 @@ class Search:
         """The formats to try. Raises RequestError for an unknown one."""
         if self.space.formats:
             return tuple(format.upper() for format in self.space.formats)
-        own_bits = _bits(self.own_format)
+        own_bits = FORMATS[self.own_format].bits
         found = [self.own_format]
         for group in _FORMATS:
             for format in group:
-                if _bits(format) < own_bits and main_format(self._checkpoint(format)) == format:
+                if (
+                    FORMATS[format].bits < own_bits
+                    and main_format(self._checkpoint(format)).name == format
+                ):
                     found.append(format)
                     break
         return tuple(found)
@@ -287,7 +290,7 @@ class Search:
     def _loss(self, format: str) -> Loss:
         if format == self.own_format:
             return NO_LOSS
-        return format_loss(self.model, format, _bits(format))
+        return format_loss(self.model, format, FORMATS[format].bits)
 
     def _checkpoint(self, format: str) -> Checkpoint:
         if format not in self._checkpoints:
@@ -318,12 +321,6 @@ class Search:
 
 def _price(place: Place) -> float:
     return inf if place.price is None else place.price * place.mesh.ranks
-
-
-def _bits(format: str) -> float:
-    """Bits of a number, before scales."""
-    found = FORMATS[format]
-    return found.spec.bits if found.spec else 8 * found.nbytes / found.block
 
 
 def _chunks(backend: BackendName) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from headrace.parallel.mesh import Mesh, weights_of
 from headrace.planner.fit import RUNTIME_BYTES, Fit
 from headrace.program.kv import KvGroup
 from headrace.program.trace import Program
-from headrace.quant.formats import FORMATS
+from headrace.quant.formats import FORMATS, Format
 
 GPU_RUNTIME_BYTES = 1 << 30
 """Reserved on a GPU for the context of CUDA, kernels, values and scratch of a step."""
@@ -36,11 +36,11 @@ def open_model(model: str, format: str | None = None) -> Checkpoint:
     return replace(checkpoint, tensors=dummy_tensors(checkpoint.spec, FORMATS[format.upper()]))
 
 
-def main_format(checkpoint: Checkpoint) -> str:
+def main_format(checkpoint: Checkpoint) -> Format:
     """The format of most bytes."""
-    sizes: dict[str, int] = {}
+    sizes: dict[Format, int] = {}
     for tensor in checkpoint.tensors.values():
-        sizes[tensor.format.name] = sizes.get(tensor.format.name, 0) + tensor.nbytes
+        sizes[tensor.format] = sizes.get(tensor.format, 0) + tensor.nbytes
     return max(sizes, key=sizes.__getitem__)
 
 

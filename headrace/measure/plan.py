@@ -195,7 +195,7 @@ def plan(
         per_token /= draft.speedup
     return Plan(
         model=checkpoint.spec.name,
-        format=format or main_format(checkpoint),
+        format=format or main_format(checkpoint).name,
         kv_dtype=kv_dtype,
         place=place,
         workload=workload,

@@ -59,6 +59,11 @@ class Format:
     """
 
     @property
+    def bits(self) -> float:
+        """Bits of a number, without scales."""
+        return self.spec.bits if self.spec else 8 * self.nbytes / self.block
+
+    @property
     def quantised(self) -> bool:
         """Whether kernels multiply it with int8 activations."""
         return self.block > 1 or len(self.parts) > 1

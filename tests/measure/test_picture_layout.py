@@ -9,12 +9,14 @@ from xml.etree import ElementTree
 
 import pytest
 
+from headrace.measure.climb_picture import climb_svg
 from headrace.measure.op_profile import OpProfile, PhaseProfile, decode_phase, prefill_phase
 from headrace.measure.roofline_picture import roofline_svg
 from headrace.planner.block_picture import block_map_svg
 from headrace.planner.hardware import Machine
 from headrace.planner.svg import COLOURS, FAINT, GRID, INK
 from headrace.stats import BlockMap, GroupMap, Holding
+from tests.measure.climbs import a_climb, a_step
 
 SVG = "{http://www.w3.org/2000/svg}"
 MACHINE = Machine("Zen 4", "avx512", 2, 40e9, {"int8": 800e9, "bf16": 400e9, "f32": 200e9})
@@ -321,3 +323,28 @@ def test_a_dark_scheme_replaces_ink_and_paper(colour: str) -> None:
 
     for _, _, dark in rules:
         assert (brightness(dark) > 382) != (brightness(colour) > 382)
+
+
+def test_a_staircase_has_a_column_for_each_rung() -> None:
+    """Heights are on a scale of logarithms, and a rung that is slower than its base has another
+    colour.
+    """
+    names = [f"rung with the number {i}" for i in range(15)]
+    speeds = [0.05 * 3**i for i in range(14)] + [9_000.0]
+    steps = [
+        a_step(name, speed, names[i - 1] if i else "")
+        for i, (name, speed) in enumerate(zip(names, speeds, strict=True))
+    ]
+    found = a_climb(*steps, limit=250_000.0, left_out={"W8A8": "no room"})
+    root = ElementTree.fromstring(climb_svg(found))
+    check_words(root)
+    texts = {text.text for text in root.iter(f"{SVG}text")}
+    assert {*names, "0.05", "9,000", "x 3.00", "Left out: W8A8"} <= texts
+    columns = [r for r in root.iter(f"{SVG}rect") if r.get("class") == "rung"]
+    heights = [float(column.attrib["height"]) for column in columns]
+    assert len(columns) == 15
+    assert [b - a for a, b in itertools.pairwise(heights[:14])] == pytest.approx(
+        [heights[1] - heights[0]] * 13, abs=0.11
+    )
+    assert {column.attrib["fill"] for column in columns[:14]} == {COLOURS[0]}
+    assert columns[14].attrib["fill"] == COLOURS[1]
