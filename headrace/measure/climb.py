@@ -127,6 +127,8 @@ class _Climber:
         self._text_tokens = _QUICK_TEXT_TOKENS if quick else _TEXT_TOKENS
         self._firsts: dict[object, Step] = {}
         """The first rung of each kind of kernels and formats."""
+        self._known: dict[object, dict[int, list[int]]] = {}
+        """Its tokens by request; rungs after it add the requests that no rung had served."""
         longest = -(-work.longest // KvConfig.block_size)
         self.slots = _paged_blocks(work) // longest + 1
         self._kv_blocks = self.slots * longest
@@ -242,11 +244,11 @@ class _Climber:
         else:  # the median request waits for half of the others
             of_all = seconds / 2 + first_token
 
-        difference = ""
-        if first:
-            expected = dict(zip(first.measured.done, first.measured.outputs, strict=True))
-            found = _outputs(measured, contexts)
-            difference = first_difference(found, expected)
+        known_outputs = self._known.setdefault(rung.kernels, {})
+        difference = first_difference(_outputs(measured, contexts), known_outputs)
+        if rung.mode != "recompute":
+            done = zip(measured.done, measured.outputs, strict=True)
+            self._known[rung.kernels] = dict(done) | known_outputs
         quality = measured.quality or (first.quality if first else {})
         exact = self._firsts.get(float_rungs()[-1].kernels)
         floats = quality if rung.weights == "f32" else exact.quality if exact else {}
