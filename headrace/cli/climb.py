@@ -24,7 +24,7 @@ EXAMPLES = """\
 _NOTES = """\
 ~: scaled by tokens from a part of the work. first token: median of a request that is alone; all at
 once: median if all requests come together. NLL: change from float32, and KL from float32, in nats.
-tokens: equal to the tokens of that rung, as they must be."""
+tokens: compared with earlier rungs of the same kernels and number formats."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +98,7 @@ def _print(climb: "Climb", price: float | None) -> None:
     if price is not None:
         headings.append(">$/M tokens")
         rows = [
-            [*row, f"{climb.cost(step, price):,.2f}"]
+            [*row, f"{climb.cost(step, price):.3g}"]
             for row, step in zip(rows, climb.steps, strict=True)
         ]
     title = (
@@ -121,7 +121,7 @@ def _cells(climb: "Climb", step: "Step") -> list[str]:
     base = climb.factor(step, step.rung.base)
     quality = step.quality
     is_lossy = step.nll_rise is not None and "kl" in quality
-    same = "DIFFER" if step.difference else f"= {step.same_as}" if step.same_as else ""
+    same = "DIFFER" if step.difference else "equal" if step.same_as else ""
     return [
         step.rung.name,
         speed_text(step),

@@ -43,7 +43,7 @@ from headrace.program.op import StepSize
 
 _SECONDS, _QUICK_SECONDS = 18.0, 4.0
 """Seconds of a rung that may do a part of the work."""
-_TEXT_TOKENS, _QUICK_TEXT_TOKENS = 1024, 256
+_TEXT_TOKENS, _QUICK_TEXT_TOKENS = 2048, 256
 _TEXT_LENGTH = 256
 _MAX_REFERENCE_BYTES = 1 << 29
 _MAX_CONTEXTS = 512

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from headrace.errors import HeadraceError, MemoryLimitError
 from headrace.measure.climb_run import Measured, ShareCallback, Task, Text, run_task
 
 _PR_SET_PDEATHSIG = 1
+_REPORT_SECONDS = 0.25
 _MODULE = "headrace.measure.climb_process"
 
 
@@ -81,6 +83,18 @@ def _put(message: dict[str, Any]) -> None:
     print(json.dumps(message), flush=True)
 
 
+class _Reporter:
+    """Writes shares now and then: the parent would take a core for each line."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def __call__(self, share: float) -> None:
+        if share >= 1 or time.monotonic() >= self._next:
+            _put({"share": share})
+            self._next = time.monotonic() + _REPORT_SECONDS
+
+
 def main(parent: str, *command: str) -> NoReturn:
     """Run the task on stdin, or a `headrace` command; both end with the parent."""
     with suppress(OSError, AttributeError):
@@ -93,7 +107,7 @@ def main(parent: str, *command: str) -> NoReturn:
     text = facts.pop("text")
     task = Task(**facts, text=Text(**text) if text else None)
     try:
-        _put(vars(run_task(task, lambda share: _put({"share": share}))))
+        _put(vars(run_task(task, _Reporter())))
     except HeadraceError as error:
         _put({"error": str(error), "is_memory": isinstance(error, MemoryLimitError)})
     except MemoryError:

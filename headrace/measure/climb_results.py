@@ -57,6 +57,7 @@ class Step:
             "has_slots": rung.has_slots,
             "share": self.share,
             "seconds": self.seconds,
+            "samples": measured.samples,
             "tokens_per_second": self.tokens_per_second,
             "first_token": self.first_token,
             "first_token_of_all": self.first_token_of_all,

@@ -29,6 +29,7 @@ def a_step(
             done=[0],
             outputs=[[1]],
             seconds=1.0,
+            samples=[1.0],
             first_token=0.1,
             first_tokens=[0.1],
             peak_memory=10**8,

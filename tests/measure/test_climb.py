@@ -171,6 +171,14 @@ def test_a_rung_in_another_process(model: str) -> None:
         run_apart(a_task("nowhere"), shares.append)
 
 
+def test_a_fast_batch_runs_three_times(model: str) -> None:
+    options = {"kv_dtype": "f32", "activations": "f32", "kv_blocks": 8, "threads": 1}
+    fast = run_task(a_task(model, mode="batch", options=options), lambda share: None)
+    assert len(fast.samples) == 3 and sorted(fast.samples)[1] == fast.seconds
+    slow = a_task(model, mode="batch", options=options, seconds=0.0)
+    assert len(run_task(slow, lambda share: None).samples) == 1
+
+
 def test_the_message_of_a_command_in_another_process() -> None:
     with pytest.raises(HeadraceError, match=r"^unknown command 'clime'"):
         run_command("clime")
