@@ -29,8 +29,7 @@ PLAIN_ISA = "portable"
 """Kernels in plain C++."""
 _WARM_TOKENS = 8
 _RUNS = 3
-_REPEAT_SHARE = 0.3
-"""Share of a task's seconds below which a batch runs several times."""
+"""Runs of a batch that takes less time than a task's seconds."""
 
 ShareCallback = Callable[[float], None]
 Items = Sequence[tuple[Sequence[int], int]]
@@ -210,7 +209,7 @@ def _run_engine(
         weight_bytes, resolved = engine.weight_bytes, engine.config
 
     samples = [part.seconds]
-    if task.mode == "batch" and part.seconds < _REPEAT_SHARE * task.seconds:
+    if task.mode == "batch" and part.seconds < task.seconds:
         # A new engine each time: caches and proposers know nothing of the work.
         for _ in range(_RUNS - 1):
             with _Session(task.path, config, checkpoint, task.probes) as session:
