@@ -14,6 +14,8 @@ from headrace.record import frozen
 
 MAX_NLL_RISE = 0.02
 """Rise of NLL, in nats, above which a rung is not advised."""
+_NOISE = 0.03
+"""Share by which the speeds of equal rungs may differ."""
 _FLAGS = ("kv_dtype", "activations", "proposer")
 """Options of rungs that `headrace serve` has as flags."""
 
@@ -146,11 +148,16 @@ class Climb:
 def advise(model: str, path: Path, steps: Sequence[Step], limit: float, threads: int = 0) -> Advice:
     """Choose the fastest rung that can be served and whose NLL is close to float32.
 
-    If the NLL of all rises more, or was not measured, it chooses the fastest of all.
+    Of rungs that are as fast, it chooses one with the fewest options. If the NLL of all rises more,
+    or was not measured, it chooses among all.
     """
     served = [step for step in steps if step.rung.is_served and not step.difference] or steps
-    close = [step for step in served if step.nll_rise is not None and _is_close(step)]
-    best = max(close or served, key=lambda step: step.tokens_per_second)
+    close = [step for step in served if _is_close(step)] or served
+    least = (1 - _NOISE) * max(step.tokens_per_second for step in close)
+    best = min(
+        (step for step in close if step.tokens_per_second >= least),
+        key=lambda step: (len(_options(step)), -step.tokens_per_second),
+    )
     fastest = max(served, key=lambda step: step.tokens_per_second)
 
     command = _command(model, path, best, threads)
@@ -160,7 +167,7 @@ def advise(model: str, path: Path, steps: Sequence[Step], limit: float, threads:
         f"times the rung {steps[0].rung.name} and {best.tokens_per_second / limit:.0%} of the "
         f"machine's limit, with {_loss(best)}"
     )
-    if fastest is not best:
+    if fastest not in close:
         sentence += (
             f"; {fastest.rung.name} is faster, {fastest.tokens_per_second:,.0f} tokens/s, but has "
             f"{_loss(fastest)}"
@@ -180,6 +187,14 @@ def _loss(step: Step) -> str:
     return f"an NLL {step.nll_rise:+.4f} nats from float32{divergence}"
 
 
+def _options(step: Step) -> dict[str, Any]:
+    """Options of a rung that differ from their defaults."""
+    options = {name: step.rung.options.get(name, getattr(EngineConfig, name)) for name in _FLAGS}
+    return {
+        name: chosen for name, chosen in options.items() if chosen != getattr(EngineConfig, name)
+    }
+
+
 def _command(model: str, path: Path, step: Step, threads: int) -> str:
     """The command that serves a rung, after the command that makes its file."""
     file, words = step.weights, ["headrace", "serve"]
@@ -190,10 +205,8 @@ def _command(model: str, path: Path, step: Step, threads: int) -> str:
         name = name.lower() + ("" if file.is_folder else ".gguf")
         before = shlex.join(["headrace", "convert", model, name, *file.convert]) + " && "
     words.append(name)
-    for option in _FLAGS:
-        chosen = step.rung.options.get(option, getattr(EngineConfig, option))
-        if chosen != getattr(EngineConfig, option):
-            words += [f"--{option.replace('_', '-')}", str(chosen)]
+    for option, chosen in _options(step).items():
+        words += [f"--{option.replace('_', '-')}", str(chosen)]
     if threads:
         words += ["--threads", str(threads)]
     return before + shlex.join(words)

@@ -257,18 +257,23 @@ class _Session:
         start, engine = perf_counter(), self.engine
         outputs: dict[str, list[int]] = {}
         first: dict[str, float] = {}
-        total = sum(num_tokens for _, num_tokens in items)
+        waiting: dict[str, int] = {}
+        total = sum(len(prompt) + num_tokens for prompt, num_tokens in items)
+        done = 0
         for prompt, num_tokens in items:
             params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-            outputs[engine.add_request(prompt, params)] = []
+            request_id = engine.add_request(prompt, params)
+            outputs[request_id], waiting[request_id] = [], len(prompt)
         while engine.has_work:
             for update in engine.step():
                 if update.result and update.result.error:
                     raise update.result.error
                 outputs[update.request_id] += update.token_ids
-                if update.token_ids:
-                    first.setdefault(update.request_id, perf_counter() - start)
-            on_share(sum(map(len, outputs.values())) / total)
+                done += len(update.token_ids)
+                if update.token_ids and update.request_id in waiting:
+                    first[update.request_id] = perf_counter() - start
+                    done += waiting.pop(update.request_id)
+            on_share(done / total)
         return _Served(list(outputs.values()), list(first.values()), perf_counter() - start)
 
     def drafts(self) -> tuple[int, int]:

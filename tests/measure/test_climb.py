@@ -244,6 +244,12 @@ def test_advice(
     assert advice.command == "headrace serve 'my model' --kv-dtype int8 --threads 2"
 
 
+def test_advice_takes_the_fewest_options_of_equal_speeds() -> None:
+    plain = replace(a_step("plain", 98.0), rung=replace(a_step("plain", 1.0).rung, options={}))
+    assert advise("m", Path("m.gguf"), [plain, a_step("small", 100.0)], 200.0).rung == "plain"
+    assert advise("m", Path("m.gguf"), [plain, a_step("small", 110.0)], 200.0).rung == "small"
+
+
 def test_advice_for_a_converted_file() -> None:
     made = a_step("int4", 5.0, convert=("--to", "Q4_K_M"), format="Q4_K_M")
     advice = advise("hf:a/b", Path("/cache/B.gguf"), [made], 10.0)
