@@ -23,7 +23,8 @@ _TARGETS: dict[Weights, tuple[tuple[str, ...], ...]] = {
     "w8a8": ((), ("--to", "w8a8", "--token-embedding-type", "int8-row")),
 }
 """Arguments of `headrace convert` for a GGUF file and for a folder."""
-_BITS: dict[float, Weights] = {4: "int4", 8: "int8", 32: "f32"}
+_BITS: dict[float, Weights] = {4: "int4", 5: "int4", 8: "int8", 32: "f32"}
+"""Weights by the bits of a file's main format; mixtures of 4 bits have many tensors in 5."""
 
 
 @contextmanager
