@@ -37,7 +37,8 @@ from headrace.measure.progress import ProgressCallback, ignore_progress
 from headrace.model import trace_model
 from headrace.planner import hardware
 from headrace.planner.hardware import Machine
-from headrace.planner.step_time import Reach, Reaches, StepTimer
+from headrace.planner.reach import Reach, Reaches
+from headrace.planner.step_time import StepTimer
 from headrace.program.kv import number_bytes
 from headrace.program.op import StepSize
 
@@ -47,8 +48,8 @@ _TEXT_TOKENS, _QUICK_TEXT_TOKENS = 2048, 256
 _TEXT_LENGTH = 256
 _MAX_REFERENCE_BYTES = 1 << 29
 _MAX_CONTEXTS = 512
-_PERFECT = {8: Reach(0.0, 1.0, 1.0)}
-_ROOFS = Reaches("the roofs of the machine", {"linear": _PERFECT, "rows": _PERFECT})
+_PERFECT = {8.0: Reach(seconds=0.0, bandwidth=1.0, rate=1.0)}
+_ROOFS = Reaches(source="the roofs of the machine", table={"linear": _PERFECT, "rows": _PERFECT})
 
 StepCallback = Callable[[Step], None]
 

@@ -155,7 +155,7 @@ def _case_of(model: str) -> _Case:
     ]
     return _Case(
         checkpoint=checkpoint,
-        format=main_format(checkpoint),
+        format=main_format(checkpoint).name,
         steps=fitting,
         requests=[tuple(r) for r in case["requests"] if r[1] + r[2] <= context],
         tokenizer=checkpoint.load_tokenizer(),
