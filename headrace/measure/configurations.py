@@ -191,6 +191,10 @@ class Search:
                     place = replace(place, price=space.price)
                 elif name == THIS:
                     place = replace(place, price=0.0)
+                elif place.price is None and space.budget is not None:
+                    raise RequestError(
+                        f"machine '{name}' has no known price; add --price, or leave out --budget"
+                    )
                 places.append(place)
         return sorted(places, key=lambda place: (_price(place), place.mesh.ranks))
 

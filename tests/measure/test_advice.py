@@ -134,6 +134,7 @@ def test_weights_that_fit_nowhere(tmp_path: Path) -> None:
         ("context=999k", GRID, "context=1,022,976, above the model's 131,072 tokens"),
         ("users=1", replace(GRID, on=("l5",)), "machine 'l5' is unknown"),
         ("users=1", replace(GRID, formats=("Q9",)), "format 'Q9' is unknown"),
+        ("users=1", replace(GRID, on=("mi300x",), budget=9.0), "'mi300x' has no known price"),
     ],
 )
 def test_one_clear_error(model: str, goal: str, space: SearchSpace, message: str) -> None:
