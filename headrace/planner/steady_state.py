@@ -2,7 +2,7 @@
 
 The engine is a closed queueing network of two stations. Prompts are read one after the other, in
 chunks that share their steps with the decoding sequences. Decoding takes all sequences at once.
-Queues follow Schweitzer's approximate mean value analysis (1979).
+Queues follow Schweitzer's approximate mean value analysis (1979), with Kingman's factor (1961).
 """
 
 from collections.abc import Callable
@@ -22,6 +22,10 @@ _TIMED_CHUNKS = 4
 _NODES = 4
 """Numbers of decoding sequences, from one to all, at which a prompt is timed."""
 _HALVINGS = 30
+_VARIABILITY = 0.3
+"""Half the sum of the squared coefficients of variation of arrivals and of prompts: 0 for equal
+requests in turn, 1 for random ones. Simulated requests of equal and of log-normal sizes fit it.
+"""
 
 
 @frozen(kw_only=True)
@@ -94,9 +98,10 @@ class _Chunk(NamedTuple):
 def steady_state(timer: StepTimer, load: Load, batching: Batching) -> SteadyState:
     """Solve the network.
 
-    With n sequences, a prompt is read in a share r of the time. Then q = 1 / (1 - r (n - 1) / n)
-    prompts wait or are read, and n - q sequences decode. Without a prompt all n decode. The share
-    is the one at which the sequences decode as many tokens as the read prompts ask for.
+    With n sequences, a prompt is read in a share r of the time. Meanwhile q prompts wait or are
+    read, and n - q sequences decode. Without a prompt all n decode. The share is the one at which
+    the sequences decode as many tokens as the read prompts ask for. If they decode more even with
+    r = 1, then more prompts wait.
     """
     n = min(load.users, batching.max_num_seqs)
     tokens = expected_tokens(batching.draft_acceptance, batching.draft_depth)
@@ -105,33 +110,42 @@ def steady_state(timer: StepTimer, load: Load, batching: Batching) -> SteadyStat
     round_time = round_seconds(timer.stage_seconds(step), n)
     prompt_of = _prompts(timer, load, batching, n)
 
-    def queue(share: float) -> float:
-        return 1 / (1 - share * (n - 1) / n)
+    def state(work: float) -> tuple[float, float]:
+        """Share and queue by the offered work: 0 none, 1 always reading, 2 no tokens."""
+        others = min(1.0, work) * (n - 1) / n
+        queue = 1 + _VARIABILITY * others / (1 - others)
+        return min(1.0, work), queue + max(0.0, work - 1) * (n - queue)
 
-    def surplus(share: float) -> float:
+    def surplus(work: float) -> float:
         """Decoded tokens less asked ones, per second."""
-        decoding = n - queue(share)
-        prompt = prompt_of(decoding, queue(share))
-        mixed = decoding * prompt.steps / batching.pipeline / prompt.seconds
+        share, queue = state(work)
+        prompt = prompt_of(n - queue, queue)
+        mixed = (n - queue) * prompt.steps / batching.pipeline / prompt.seconds
         decoded = tokens * (share * mixed + (1 - share) * n / round_time)
         return decoded - share / prompt.seconds * (load.output - 1)
 
-    share = _root(surplus)
-    prompt = prompt_of(n - queue(share), queue(share))
+    share, queue = state(_root(surplus))
+    prompt = prompt_of(n - queue, queue)
     requests = share / prompt.seconds
-    decoding = n - share * queue(share)
+    tpot = (n - share * queue) / (requests * max(1, load.output - 1))
+
+    # A request comes when another has ended, so it waits for the step that has just begun.
+    mean_step = 1 / (share * prompt.steps / prompt.seconds + (1 - share) / round_time)
+    wait = mean_step * (n - 1) / n
+    decoding_seconds = tpot * (load.output - 1)
+    requests = n / (share * queue / requests + prompt.fill + wait + decoding_seconds)
     return SteadyState(
-        ttft=(load.users - decoding) / requests + prompt.fill,
-        tpot=decoding / (requests * max(1, load.output - 1)),
+        ttft=load.users / requests - decoding_seconds,
+        tpot=tpot,
         requests_per_second=requests,
-        decoding=decoding,
-        reading=share,
+        decoding=requests * decoding_seconds,
+        reading=min(1.0, requests * prompt.seconds),
     )
 
 
 def _root(surplus: Callable[[float], float]) -> float:
-    """The share at which a falling function is zero, or 1."""
-    low, high = 0.0, 1.0
+    """The zero of a falling function between 0 and 2; 2 if it has none."""
+    low, high = 0.0, 2.0
     if surplus(high) >= 0:
         return high
     for _ in range(_HALVINGS):
