@@ -169,6 +169,8 @@ def report(args: argparse.Namespace) -> None:
     points = {workload: list(read(args.files, workload)) for workload in WORKLOADS}
     rows = []
     for workload, terms in GOALS:
+        if not points[workload]:
+            continue
         goal = goal_of(workload, terms)
         advice = find_advice(MODEL, goal, space_of(goal))
         found = advice.best or advice.nearest
@@ -193,6 +195,8 @@ def report(args: argparse.Namespace) -> None:
     headings = ["goal", "advised", ">measured", "best of the grid", ">measured", ">ratio"]
     print_table([*headings, ">predicted", "bounds met"], rows)
     for workload, terms in WORKLOADS.items():
+        if not points[workload]:
+            continue
         errors = prediction_errors(points[workload], goal_of(workload))
         texts = (f"{metric} {np.median(e):.1%} ({max(e):.0%})" for metric, e in errors.items())
         print(

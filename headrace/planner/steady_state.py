@@ -129,9 +129,9 @@ def steady_state(timer: StepTimer, load: Load, batching: Batching) -> SteadyStat
     requests = share / prompt.seconds
     tpot = (n - share * queue) / (requests * max(1, load.output - 1))
 
-    # A request comes when another has ended, so it waits for the step that has just begun.
-    mean_step = 1 / (share * prompt.steps / prompt.seconds + (1 - share) / round_time)
-    wait = mean_step * (n - 1) / n
+    # A request comes when another has ended. Without a prompt before it, it waits for the step that
+    # has just begun.
+    wait = (1 - share) * round_time * (n - 1) / n + timer.request_seconds
     decoding_seconds = tpot * (load.output - 1)
     requests = n / (share * queue / requests + prompt.fill + wait + decoding_seconds)
     return SteadyState(
