@@ -155,7 +155,7 @@ def _value(name: str, value: float | None) -> str:
         return "unknown"
     match name:
         case "ttft" | "tpot":
-            return f"{value * 1e3:,.2f} ms"
+            return f"{value * 1e3:,.{2 if value < 0.1 else 0}f} ms"
         case "throughput":
             return f"{value:,.0f} tokens/s"
         case "cost":

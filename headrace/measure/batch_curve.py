@@ -8,6 +8,8 @@ from headrace.planner.steps import decode_step, round_seconds
 from headrace.record import frozen
 
 _MAX_BATCH = 4096
+_KNEES = 16
+"""Times the knee that a curve reaches at most."""
 _LEAST_POINTS = 256
 """Batch that a curve reaches, even if fewer sequences fit."""
 
@@ -50,9 +52,11 @@ def batch_curve(found: Plan) -> BatchCurve:
         step = decode_step(depth, batch, found.kv_bytes, pipeline=mesh.pipeline)
         return round_seconds(found.timer.stage_seconds(step), batch)
 
-    most = min(_MAX_BATCH, max(_LEAST_POINTS, found.fit.sequences))
-    batches = [1 << power for power in range(most.bit_length())]
     knee = _first_above(seconds, 2 * seconds(1))
+    most = min(_MAX_BATCH, max(_LEAST_POINTS, found.fit.sequences))
+    if knee:
+        most = min(most, _KNEES * knee)
+    batches = [1 << power for power in range(most.bit_length())]
     others = {found.workload.batch, *([knee] if knee else [])}
     # The last batch that fits is a point, so that pictures show where memory ends.
     others |= {found.fit.sequences} if found.fit.sequences < most else set()

@@ -31,14 +31,21 @@ def plan_svg(found: Plan) -> str:
         f"Roofline of {found.model}",
         place.machine,
         roofline_phases(found),
-        f"{where}, {place.machine.at_work}; predicted by kernels measured on "
-        f"{place.reaches.source.partition(',')[0]}",
+        f"{where}; predicted by kernels measured on {place.reaches.source.partition(',')[0]}",
     )
     return stack(f"Plan of {found.model}", [memory, batches, roofline])
 
 
 def memory_parts(found: Plan) -> list[MemoryPart]:
     """What holds the memory of the fullest device; the rest is free."""
+    if run := found.run_memory:
+        return [
+            MemoryPart("weights", run.weights),
+            MemoryPart("KV", run.kv),
+            MemoryPart("activations", run.activations),
+            MemoryPart("engine", run.base),
+            MemoryPart("tokenizer", run.tokenizer),
+        ]
     fit = found.fit
     return [
         MemoryPart("weights", fit.weights),

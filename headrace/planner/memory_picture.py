@@ -52,7 +52,7 @@ def _bar(parts: Sequence[MemoryPart], memory: int) -> Iterator[str]:
             f'fill="{fill}" stroke="#c4ccd4" stroke-width="0.6"/>'
         )
         yield text(left + 20, _BOTTOM + 34, part.name)
-        share = f"{part.bytes / 1e9:,.2f} GB, {part.bytes / memory:.0%}"
+        share = f"{part.bytes / 1e9:,.2f} GB, {part.bytes / memory:.1%}"
         yield text(left + 20, _BOTTOM + 52, share, fill=FAINT)
     if total > memory:
         x = _LEFT + scale * memory
