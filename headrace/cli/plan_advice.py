@@ -134,13 +134,13 @@ def _print_nearest(model: str, advice: Advice) -> None:
     rows = []
     for name, factor in nearest.misses(goal, advice.space.budget).items():
         if name == "budget":
-            asked, value = advice.space.budget, nearest.price
+            bound, value = advice.space.budget, nearest.price
         else:
             metric = next(metric for metric in METRICS if metric == name)
-            asked, value = goal.bound(metric), nearest.value(metric)
+            bound, value = goal.bound(metric), nearest.value(metric)
         by = f"{factor:,.2f} x" if isfinite(factor) else "-"
-        rows.append([_OPTIONS[name], _value(name, asked), _value(name, value), by])
-    print_table(["missed", ">asked", ">predicted", ">by"], rows)
+        rows.append([_OPTIONS[name], _value(name, bound), _value(name, value), by])
+    print_table(["missed", ">bound", ">predicted", ">by"], rows)
     print()
     if not advice.changes:
         print("No change of a single term makes it possible; change two, or name other machines.")

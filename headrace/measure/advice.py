@@ -16,7 +16,7 @@ from headrace.record import frozen
 
 _MAX_REPLICAS = 1024
 _NEAREST = 8
-"""Configurations whose users and context are changed for a goal that none meets."""
+"""Configurations whose users and context are changed for an unmet goal."""
 _DEARER = 2
 """Times the fewest replicas that a search for a cost of tokens tries."""
 _LEAST_SHARE = 0.1
@@ -38,11 +38,9 @@ class Advice:
     own: Candidate | None
     """The best one in the model's own format, if the best of all is in another."""
     nearest: Candidate | None
-    """The one that misses a goal that none meets by the least factor."""
+    """For an unmet goal: the configuration that misses it by the least factor."""
     changes: dict[str, float]
-    """For a goal that none meets: by term, and budget, the nearest value that is met if nothing
-    else changes.
-    """
+    """For an unmet goal: by term, and budget, the nearest value that is met if it alone changes."""
     tried: int
     """Number of predicted configurations."""
     kv_nll: Mapping[str, Any]
@@ -167,13 +165,13 @@ class _Finder:
         return False
 
     def try_all(self) -> None:
-        """Predict all configurations, of one replica, or of as many as the budget allows."""
+        """Predict all configurations, of one replica, or of all that the budget buys."""
         for setup in self._search.setups():
             replicas = 1 if self._budget is None else self._max_replicas(setup, inf)
             self.met += self._try(setup, replicas or 1)
 
     def _try(self, setup: Setup, replicas: int, *, only_first: bool = False) -> list[Candidate]:
-        """The candidates that meet the goal. The others are kept for what they lack."""
+        """The candidates that meet the goal. The others are kept to find changes."""
         found = list(self._search.candidates(self._goal, setup, replicas, only_first=only_first))
         met = [one for one in found if not one.misses(self._goal, self._budget)]
         if not met:
@@ -181,8 +179,7 @@ class _Finder:
         return met
 
     def _least_replicas(self, setup: Setup) -> float:
-        """Replicas without which the goal cannot be met: infinite, if one user alone has not the
-        latencies of the goal.
+        """Fewest replicas that may meet the goal: infinite, if a user alone has not its latencies.
 
         A replica reads a prompt at a time, and each user asks for one in TTFT and all TPOTs.
         """

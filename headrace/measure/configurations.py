@@ -1,6 +1,6 @@
 """Configurations of a model on machines, with the speed and cost that the plan predicts for each.
 
-`planner/steady_state.py` turns step times into the latencies of so many users.
+`planner/steady_state.py` turns step times into latencies of users.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a person wants of a model's service: bounds on its speed and cost for so many users.
+"""Goals of a model's service: bounds on speed and cost for a number of users.
 
 A goal is text such as `ttft<1s tpot<30ms users=40 context=8k`.
 """

@@ -1,4 +1,4 @@
-"""Pictures of a plan: what holds the memory, the time per token against the batch, the roofline."""
+"""Pictures of a plan: the parts of memory, the time per token against the batch, the roofline."""
 
 from headrace.batch import StepTimes
 from headrace.measure.batch_curve import batch_curve

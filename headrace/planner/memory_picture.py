@@ -1,4 +1,4 @@
-"""SVG bar of what holds how much of a device's memory."""
+"""SVG bar of the parts of a device's memory."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

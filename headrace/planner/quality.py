@@ -17,7 +17,7 @@ _BY_BITS: Mapping[int, tuple[float, float]] = {
     3: (0.0872, 0.2282),
     2: (0.1089, 0.4451),
 }
-"""Least and largest mean KL divergence, in nats, of the formats with so many bits."""
+"""Least and largest mean KL divergence, in nats, of the formats with this number of bits."""
 _MEASURED: Mapping[str, Mapping[str, float]] = {
     "smollm2 135m": {"Q8_0": 0.0045, "Q5_0": 0.0347, "Q4_0": 0.1369, "IQ4_NL": 0.0903},
 }

@@ -99,9 +99,9 @@ def steady_state(timer: StepTimer, load: Load, batching: Batching) -> SteadyStat
     """Solve the network.
 
     With n sequences, a prompt is read in a share r of the time. Meanwhile q prompts wait or are
-    read, and n - q sequences decode. Without a prompt all n decode. The share is the one at which
-    the sequences decode as many tokens as the read prompts ask for. If they decode more even with
-    r = 1, then more prompts wait.
+    read, and n - q sequences decode. Without a prompt all n decode. At the right share
+    the sequences decode the tokens that the read prompts need. If they decode more even with r = 1,
+    then more prompts wait.
     """
     n = min(load.users, batching.max_num_seqs)
     tokens = expected_tokens(batching.draft_acceptance, batching.draft_depth)
@@ -117,7 +117,7 @@ def steady_state(timer: StepTimer, load: Load, batching: Batching) -> SteadyStat
         return min(1.0, work), queue + max(0.0, work - 1) * (n - queue)
 
     def surplus(work: float) -> float:
-        """Decoded tokens less asked ones, per second."""
+        """Decoded tokens less needed ones, per second."""
         share, queue = state(work)
         prompt = prompt_of(n - queue, queue)
         mixed = (n - queue) * prompt.steps / batching.pipeline / prompt.seconds
@@ -130,7 +130,7 @@ def steady_state(timer: StepTimer, load: Load, batching: Batching) -> SteadyStat
     tpot = (n - share * queue) / (requests * max(1, load.output - 1))
 
     # A request comes when another has ended. Without a prompt before it, it waits for the step that
-    # has just begun.
+    # has just started.
     wait = (1 - share) * round_time * (n - 1) / n + timer.request_seconds
     decoding_seconds = tpot * (load.output - 1)
     requests = n / (share * queue / requests + prompt.fill + wait + decoding_seconds)
