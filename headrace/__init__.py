@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from headrace.measure.tune import tune
     from headrace.outputs import CompletionOutput, Logprob, RequestOutput
     from headrace.sampling_params import ReasoningMarkers, SamplingParams, ThinkingBudget
+    from headrace.simulator.simulate import simulate
     from headrace.structured_outputs import StructuredOutputs
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "plan",
     "profile",
     "selftest",
+    "simulate",
     "tune",
 ]
 
@@ -58,6 +60,7 @@ _MODULES = {
     "plan": "measure.plan",
     "profile": "measure.profile",
     "selftest": "measure.selftest",
+    "simulate": "simulator.simulate",
     "tune": "measure.tune",
 }
 """Modules of the public names."""

@@ -30,6 +30,8 @@ class BackendTraits:
     """Default of `EngineConfig.max_num_batched_tokens`."""
     chunked_prefill_size: int = 16
     """Default of `EngineConfig.chunked_prefill_size`."""
+    max_in_flight: int = 1
+    """Max launches of one device before the first result is waited for."""
 
 
 BACKENDS: Mapping[str, BackendTraits] = MappingProxyType(
@@ -43,6 +45,7 @@ BACKENDS: Mapping[str, BackendTraits] = MappingProxyType(
             max_num_seqs=256,
             max_num_batched_tokens=2048,
             chunked_prefill_size=256,
+            max_in_flight=2,
         ),
         "reference": BackendTraits(kv_dtypes=get_args(KvDtype)),
     }

@@ -16,13 +16,9 @@ from math import isnan
 from pathlib import Path
 
 import numpy as np
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # tests/ lends its vocabulary
-
 from decisions import time_decisions
-from policies import POLICIES
-from replica import Replica
-from simulate import Figures, Simulation, figures
+from policies import POLICIES, make_policy
+from simulate import Figures, run
 from traces import TRACES
 
 from headrace.measure.table import print_table
@@ -64,12 +60,9 @@ def simulate(names: list[str], replicas: int, length: int, seed: int) -> list[di
     rows, facts = [], []
     for name in names:
         runs: dict[str, Figures] = {}
-        for policy, make in POLICIES.items():
+        for policy in POLICIES:
             trace = TRACES[name](np.random.default_rng(seed), replicas, length)
-            served = Simulation(
-                make(replicas, seed), [Replica() for _ in range(replicas)], trace
-            ).run()
-            runs[policy] = figures(served, replicas)
+            runs[policy] = run(make_policy(policy, replicas, seed), replicas, trace)
         for policy, found in runs.items():
             wrong = missed(found, runs["power of two"]) if policy == "headrace" else []
             rows.append([name, policy, *_cells(found), ", ".join(wrong)])

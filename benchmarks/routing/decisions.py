@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from time import thread_time
 
 import numpy as np
-from replica import BLOCK_SIZE, fitted_speed
+from replica import BLOCK_SIZE, SETUP
 
 from headrace.scaleout.prefix_router import PrefixRouter, RoutedRequest
 
@@ -31,7 +31,7 @@ def time_decisions(replicas: int, prompt_len: int, count: int, seed: int) -> Dec
     rng = np.random.default_rng(seed)
     router = PrefixRouter(BLOCK_SIZE, MAX_BLOCKS)
     for number in range(replicas):
-        router.join(str(number), "boot", fitted_speed())
+        router.join(str(number), "boot", SETUP.speed())
     prefixes = rng.integers(_VOCAB, size=(8, prompt_len // 2)).tolist()
     to_fill = 2 * replicas * MAX_BLOCKS * BLOCK_SIZE // prompt_len
     seconds: list[float] = []

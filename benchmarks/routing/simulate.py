@@ -1,118 +1,46 @@
-"""Runs the requests of a trace on replicas in simulated time. An event is the arrival of a request
-or the end of a step.
+"""Runs a trace under a policy, and compares its hits with those of one replica with infinite
+memory.
 """
 
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from math import inf
 
 import numpy as np
-from policies import Policy
-from replica import BLOCK_SIZE, News, Replica
-from traces import Conversation, Trace
+from replica import BLOCK_SIZE, SETUP
 
-from headrace.outputs import RequestOutput
-from headrace.scaleout.prefix_tree import PrefixTree
-
-
-@dataclass
-class Served:
-    """The result of a request."""
-
-    prefix: int
-    replica: int
-    prompt_len: int
-    came: float
-    first_token: float = inf
-    cached: int = 0
-    """Cached prompt tokens."""
-    max_cached: int = 0
-    """Cached prompt tokens in one replica with infinite memory."""
-    row_seconds: float = 0.0
-    """Uncached rows times queue time."""
+from headrace.scaleout.prefix_tree import CacheScope, PrefixTree
+from headrace.simulator.events import Served, Simulation
+from headrace.simulator.replica import Replica
+from headrace.simulator.routers import Router
+from headrace.simulator.trace import Trace
 
 
 @dataclass
-class Simulation:
-    """A policy over a trace."""
+class Observed:
+    """A policy, and the prompt tokens that one replica with infinite memory would have cached."""
 
-    policy: Policy
-    replicas: list[Replica]
-    trace: Trace
-    served: dict[str, Served] = field(default_factory=dict)
+    policy: Router
+    max_cached: dict[str, int] = field(default_factory=dict)
 
-    def run(self) -> list[Served]:
-        """All requests in the order of their arrival."""
-        self._events: list[tuple[float, int, object]] = []
-        self._count = 0
-        self._all = PrefixTree(BLOCK_SIZE)  # what one replica with infinite memory would hold
-        self._turns: dict[str, tuple[Conversation, int]] = {}
-        for conversation in self.trace:
-            self._at(conversation.start, (conversation, 0, []))
-        while self._events:
-            now, _, event = heappop(self._events)
-            match event:
-                case (Conversation() as conversation, int(turn), list(said)):
-                    self._come(now, conversation, turn, said)
-                case (int(number), News() as news):
-                    self._finish(number, news)
-        return list(self.served.values())
+    def __post_init__(self) -> None:
+        self._all = PrefixTree(BLOCK_SIZE)
+        self._scopes: dict[str, CacheScope] = {}
 
-    def _at(self, time: float, event: object) -> None:
-        self._count += 1
-        heappush(self._events, (time, self._count, event))
+    def route(self, request_id: str, tokens: list[int], scope: CacheScope) -> int:
+        number = self.policy.route(request_id, tokens, scope)
+        blocks = self._all.blocks(tokens)
+        found = self._all.find(blocks[: (len(tokens) - 1) // BLOCK_SIZE], scope)
+        self.max_cached[request_id] = len(found) * BLOCK_SIZE
+        self._scopes[request_id] = scope
+        self._all.insert(0, blocks, scope, 1 << 60)
+        return number
 
-    def _come(self, now: float, conversation: Conversation, turn: int, said: list[int]) -> None:
-        """Route an arriving request."""
-        prompt, request_id = said + conversation.turns[turn].tokens, str(len(self.served))
-        number = self.policy.route(request_id, prompt, conversation.scope)
-        blocks = self._all.blocks(prompt)
-        max_cached = (
-            len(self._all.find(blocks[: (len(prompt) - 1) // BLOCK_SIZE], conversation.scope))
-            * BLOCK_SIZE
-        )
-        self._all.insert(0, blocks, conversation.scope, 1 << 60)
-        self.served[request_id] = Served(
-            conversation.prefix, number, len(prompt), now, max_cached=max_cached
-        )
-        self._turns[request_id] = conversation, turn
-        replica = self.replicas[number]
-        replica.add(
-            now, request_id, prompt, conversation.turns[turn].num_tokens, conversation.scope
-        )
-        if not replica.is_busy:
-            self._step(now, number)
+    def first_token(self, request_id: str) -> None:
+        self.policy.first_token(request_id)
 
-    def _step(self, now: float, number: int) -> None:
-        replica = self.replicas[number]
-        replica.is_busy = replica.has_work
-        if replica.has_work:
-            news = replica.step(now)
-            self._at(news.end, (number, news))
-
-    def _finish(self, number: int, news: News) -> None:
-        """End a step, and report its results to the policy."""
-        for request_id in news.first_tokens:
-            self.served[request_id].first_token = news.end
-            self.policy.first_token(request_id)
-        for result in news.results:
-            self._end(news.end, result)
-        self._step(news.end, number)
-
-    def _end(self, now: float, result: RequestOutput) -> None:
-        served, said = (
-            self.served[result.request_id],
-            [*result.prompt_token_ids, *result.outputs[0].token_ids],
-        )
-        served.cached = result.cached_tokens
-        served.row_seconds = (served.prompt_len - served.cached) * (
-            result.timing.queue + result.timing.prefill / 2
-        )
-        self.policy.ended(result.request_id, said)
-        conversation, turn = self._turns.pop(result.request_id)
-        self._all.insert(0, self._all.blocks(said[:-1]), conversation.scope, 1 << 60)
-        if turn + 1 < len(conversation.turns):
-            self._at(now + conversation.turns[turn + 1].pause, (conversation, turn + 1, said))
+    def ended(self, request_id: str, tokens: list[int]) -> None:
+        self.policy.ended(request_id, tokens)
+        scope = self._scopes.pop(request_id)
+        self._all.insert(0, self._all.blocks(tokens[:-1]), scope, 1 << 60)
 
 
 @dataclass
@@ -135,27 +63,36 @@ class Figures:
     """Seconds to the first token."""
 
 
-def figures(served: list[Served], num_replicas: int) -> Figures:
+def run(policy: Router, num_replicas: int, trace: Trace) -> Figures:
+    observed = Observed(policy)
+    replicas = [Replica(SETUP, number) for number in range(num_replicas)]
+    simulation = Simulation(observed, replicas, trace)
+    served, max_cached = simulation.run(), list(observed.max_cached.values())
+
     seconds = np.zeros(num_replicas)
     counts: dict[int, int] = {}
     for one in served:
-        seconds[one.replica] += one.row_seconds
-        counts[one.prefix] = counts.get(one.prefix, 0) + 1
+        prefill = one.first_token - one.came - one.queue
+        seconds[one.replica] += (one.prompt_len - one.cached) * (one.queue + prefill / 2)
+        prefix = one.conversation.prefix
+        counts[prefix] = counts.get(prefix, 0) + 1
     recurring = [
-        one for one in served if one.prefix >= 0 and counts[one.prefix] >= 10 * num_replicas
+        index
+        for index, one in enumerate(served)
+        if (prefix := one.conversation.prefix) >= 0 and counts[prefix] >= 10 * num_replicas
     ]
     waits = np.array([one.first_token - one.came for one in served])
     return Figures(
         len(served),
         sum(one.cached for one in served) / sum(one.prompt_len for one in served),
-        _ratio(served),
-        _ratio(recurring),
+        _ratio(served, max_cached, list(range(len(served)))),
+        _ratio(served, max_cached, recurring),
         float(seconds.max() / seconds.mean()),
         float(np.percentile(waits, 50)),
         float(np.percentile(waits, 99)),
     )
 
 
-def _ratio(served: list[Served]) -> float:
-    max_cached = sum(one.max_cached for one in served)
-    return sum(one.cached for one in served) / max_cached if max_cached else float("nan")
+def _ratio(served: list[Served], max_cached: list[int], chosen: list[int]) -> float:
+    total = sum(max_cached[index] for index in chosen)
+    return sum(served[index].cached for index in chosen) / total if total else float("nan")

@@ -7,35 +7,13 @@ have one turn per conversation.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 from numpy.random import Generator
-from replica import VOCAB
 
-from headrace.scaleout.prefix_tree import CacheScope
+from headrace.simulator.trace import Conversation, Trace, Turn
 
-
-class Turn(NamedTuple):
-    tokens: list[int]
-    """New tokens of the prompt."""
-    num_tokens: int
-    """Output tokens."""
-    pause: float = 0.0
-    """Seconds after the answer to the turn before."""
-
-
-class Conversation(NamedTuple):
-    """Successive turns."""
-
-    start: float
-    turns: list[Turn]
-    prefix: int = -1
-    """Number of its shared prefix; -1: none."""
-    scope: CacheScope = (None, None)
-
-
-Trace = list[Conversation]
+VOCAB = 32
 
 
 def _tokens(rng: Generator, count: int) -> list[int]:
@@ -97,9 +75,8 @@ def chats(rng: Generator, replicas: int, length: int) -> Trace:
             )
             for _ in range(6)
         ]
-        trace.append(
-            Conversation(time, [Turn(prefix + turns[0].tokens, turns[0].num_tokens), *turns[1:]], 0)
-        )
+        first = turns[0]._replace(tokens=[*prefix, *turns[0].tokens], pause=0.0)
+        trace.append(Conversation(time, [first, *turns[1:]], 0))
     return trace
 
 

@@ -19,6 +19,7 @@ MAX_COUNT = 2**20
 MAX_SECONDS = 10**7
 MAX_PRICE = 10**6
 _MAX_DIGITS = 40
+_MAX_DEPTH = 64
 
 Arguments = argparse._ActionsContainer
 
@@ -281,6 +282,14 @@ def number(minimum: float, maximum: float) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def draft_chain(text: str) -> tuple[int, float]:
+    """An argument type: draft tokens in a step, and the share of them that is accepted."""
+    depth, colon, acceptance = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not DEPTH:ACCEPTANCE, such as 4:0.7")
+    return whole_number(1, _MAX_DEPTH)(depth), number(0, 1)(acceptance)
 
 
 def whole_numbers(minimum: int, maximum: int) -> Callable[[str], tuple[int, ...]]:

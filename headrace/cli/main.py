@@ -27,6 +27,7 @@ COMMANDS = {
     "show": "show the shape, the memory and the maximum speed of a model",
     "plan": "predict memory, time and cost of a model on any machine",
     "climb": "measure a model from naive inference to all techniques",
+    "simulate": "predict throughput and latencies under load on any machine",
     "profile": "profile prefill and decode op by op",
     "bench": "measure latency or throughput of a model",
     "eval": "evaluate the quality of a model and of its quantised formats",

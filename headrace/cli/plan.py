@@ -16,7 +16,7 @@ from headrace.cli.arguments import (
     add_json,
     add_model,
     add_price,
-    number,
+    draft_chain,
     whole_number,
 )
 from headrace.cli.output_file import check_writable, write
@@ -35,7 +35,6 @@ EXAMPLES = """\
   headrace plan --check
   headrace plan --list"""
 _MAX_RANKS = 1024
-_MAX_DEPTH = 64
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -138,19 +137,12 @@ def _add_work(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--draft",
-        type=_draft,
+        type=draft_chain,
         default=(0, 0.0),
         metavar="DEPTH:ACCEPTANCE",
         help="draft tokens in a step, and the share of them that is accepted, such as 4:0.7; with "
         "a goal, the most of them",
     )
-
-
-def _draft(text: str) -> tuple[int, float]:
-    depth, colon, acceptance = text.partition(":")
-    if not colon:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not DEPTH:ACCEPTANCE, such as 4:0.7")
-    return whole_number(1, _MAX_DEPTH)(depth), number(0, 1)(acceptance)
 
 
 def run(args: argparse.Namespace) -> int:

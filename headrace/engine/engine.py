@@ -81,7 +81,9 @@ class Engine:
         proposers: Mapping[str, Proposer] = NO_PROPOSERS,
         name: str = "",
         clock: Callable[[], float] = perf_counter,
+        publishes: bool = True,
     ) -> None:
+        """`clock` gives seconds; `publishes`: whether `headrace top` may watch the engine."""
         self.name = name
         self.limits = limits
         self.config = config
@@ -113,7 +115,7 @@ class Engine:
         self._deadlines = Deadlines()
         self._queue_deadlines = Deadlines()
         self._meter = Meter(clock())
-        self._publisher = Publisher(self._record)
+        self._publisher = Publisher(self._record) if publishes else None
         self._started = time.time()
         self._closed = False
 
@@ -326,7 +328,8 @@ class Engine:
             total_rows=self._loop.num_rows,
             num_steps=num_launches,
         )
-        self._publisher.tick(now, last=not self._requests)
+        if self._publisher:
+            self._publisher.tick(now, last=not self._requests)
 
     def _expire(self, updates: list[Update]) -> None:
         now = self._clock()
@@ -395,6 +398,11 @@ class Engine:
     def weight_bytes(self) -> int:
         """Bytes of the model's weights, without draft models and adapters."""
         return self._loop.executable.program.weight_bytes
+
+    @property
+    def kv_share(self) -> float:
+        """Share of the blocks that sequences hold, in the fullest KV group."""
+        return max((1 - pool.num_free / pool.num_blocks for pool in self._kv.pools), default=0.0)
 
     def stats(self) -> Stats:
         meter, loop, scheduler = self._meter, self._loop, self._scheduler
@@ -556,7 +564,8 @@ class Engine:
         for request_id in list(self._requests):
             self.abort(request_id)
         self._loop.abandon()
-        self._publisher.close()
+        if self._publisher:
+            self._publisher.close()
         self._speculation.close()
         self._kv.host.close()
         self._loop.executable.close()

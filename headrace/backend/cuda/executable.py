@@ -42,6 +42,7 @@ from headrace.backend.cuda.ticket import CudaTicket, HostArray, Slot, Slots
 from headrace.backend.cuda.weights import Weights, read_wide
 from headrace.backend.cuda.workspace import Buffers, Workspace
 from headrace.backend.variants import sequences_of
+from headrace.backend_traits import BACKENDS
 from headrace.batch import Ints, RaggedBatch, StepTimes, part_of
 from headrace.config import KvConfig
 from headrace.logit_ops import LogitOp, LogitOpResult, Pool, StepResult
@@ -96,7 +97,7 @@ class Plan:
 class CudaExecutable:
     """Launches steps of a program in one stream, ahead of their results."""
 
-    max_in_flight = 2
+    max_in_flight = BACKENDS["cuda"].max_in_flight
 
     def __init__(
         self,
