@@ -37,10 +37,11 @@ class Observed:
     def first_token(self, request_id: str) -> None:
         self.policy.first_token(request_id)
 
-    def ended(self, request_id: str, tokens: list[int]) -> None:
+    def ended(self, request_id: str, tokens: list[int] | None) -> None:
         self.policy.ended(request_id, tokens)
         scope = self._scopes.pop(request_id)
-        self._all.insert(0, self._all.blocks(tokens[:-1]), scope, 1 << 60)
+        if tokens:
+            self._all.insert(0, self._all.blocks(tokens[:-1]), scope, 1 << 60)
 
 
 @dataclass

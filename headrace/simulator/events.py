@@ -90,7 +90,7 @@ class Simulation:
             replica.add(now, request_id, prompt, own.num_tokens, conversation.scope)
         except RequestError as error:  # the conversation ends with it
             served.refused = str(error)
-            self.router.ended(request_id, [])
+            self.router.ended(request_id, None)
             self._count_end()
             return
         self._turns[request_id] = conversation, turn

@@ -18,7 +18,8 @@ class Router(Protocol):
 
     def first_token(self, request_id: str) -> None: ...
 
-    def ended(self, request_id: str, tokens: list[int]) -> None: ...
+    def ended(self, request_id: str, tokens: list[int] | None) -> None:
+        """`tokens`: prompt and output; None if the request was refused."""
 
 
 class ByPrefix:
@@ -39,7 +40,7 @@ class ByPrefix:
     def first_token(self, request_id: str) -> None:
         self._router.first_token(self._routed[request_id])
 
-    def ended(self, request_id: str, tokens: list[int]) -> None:
+    def ended(self, request_id: str, tokens: list[int] | None) -> None:
         self._router.ended(self._routed.pop(request_id), tokens)
 
 
@@ -62,7 +63,7 @@ class TwoChoices:
     def first_token(self, request_id: str) -> None:
         """Ignored."""
 
-    def ended(self, request_id: str, tokens: list[int]) -> None:
+    def ended(self, request_id: str, tokens: list[int] | None) -> None:
         self._running[self._at.pop(request_id)] -= 1
 
 
@@ -80,5 +81,5 @@ class RoundRobin:
     def first_token(self, request_id: str) -> None:
         """Ignored."""
 
-    def ended(self, request_id: str, tokens: list[int]) -> None:
+    def ended(self, request_id: str, tokens: list[int] | None) -> None:
         """Ignored."""

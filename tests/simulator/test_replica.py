@@ -1,6 +1,7 @@
 """Simulated replicas next to real engines on the same requests."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
+from headrace.engine.publish import WATCH
 from headrace.program.op import StepSize
 from headrace.sampling_params import SamplingParams
 from headrace.simulator.replica import Replica
@@ -162,3 +164,16 @@ def test_speed_of_a_replica_is_that_of_its_steps() -> None:
     assert speed.step_seconds == pytest.approx(1.01)
     assert speed.row_seconds == pytest.approx(1.0 / 101)
     assert speed.sequence_seconds == pytest.approx(1.5)
+
+
+def test_a_replica_is_not_shown_by_top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real engine writes a record for a process that watches; a simulated one does not."""
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("HEADRACE_STATS", str(tmp_path))
+    (tmp_path / WATCH).touch(0o600)
+    run([Conversation(0.0, [Turn(b"abc", 2)])], setup())
+    assert [file.name for file in tmp_path.iterdir()] == [WATCH]
+    real = tiny_engine(tiny_model(1))
+    real.add_request([1, 2], SamplingParams(max_tokens=2))
+    Recorded(real)
+    assert len(list(tmp_path.iterdir())) == 2
