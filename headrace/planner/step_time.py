@@ -93,6 +93,16 @@ class StepTimer:
         launch = self._host.launch + self._host.launch_per_sequence * len(step.seqs)
         return sum(stage.seconds(step) for stage in self._stages) + launch
 
+    def engine_seconds(self, step: StepSize) -> float:
+        """Seconds of the engine in a step, around its executable."""
+        return self._host.engine + self._host.engine_per_sequence * len(step.seqs)
+
+    def launch_stages(self, step: StepSize) -> tuple[float, ...]:
+        """Seconds of each stage of an executable, without the engine around it."""
+        first, *others = (stage.seconds(step) for stage in self._stages)
+        launch = self._host.launch + self._host.launch_per_sequence * len(step.seqs)
+        return first + launch, *others
+
     def stage_seconds(self, step: StepSize) -> tuple[float, ...]:
         """Seconds of each stage."""
         first, *others = (stage.seconds(step) for stage in self._stages)

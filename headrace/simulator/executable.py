@@ -35,6 +35,10 @@ _PLAIN: LogitOpResult = SampleResult([TOKEN], [], [])
 class StepCosts(Protocol):
     """Predicts the times of a step."""
 
+    @property
+    def request_seconds(self) -> float:
+        """Seconds of the engine's own work on a new request."""
+
     def stage_seconds(self, step: StepSize) -> Sequence[float]:
         """Seconds of each pipeline stage."""
 

@@ -105,6 +105,9 @@ class Replica:
             clock=self._clock,
             publishes=False,
         )
+        self._costs = setup.costs
+        self._request_seconds = 0.0
+        """Seconds of work on new requests, before the next step."""
         self._waiting = set[str]()
         self._horizon = inf
         self.is_busy = False
@@ -124,6 +127,7 @@ class Replica:
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         checked = self._engine.check(prompt, params, RequestOptions(cache_salt=scope[0]))
         self._engine.add(checked, request_id, only_result=not self._tells_first_tokens)
+        self._request_seconds += self._costs.request_seconds
         if self._tells_first_tokens:
             self._waiting.add(request_id)
 
@@ -132,7 +136,8 @@ class Replica:
 
         The next request may come at `horizon`, which ends a run of plain steps.
         """
-        self._clock.now, self._horizon = now, horizon
+        self._clock.now, self._horizon = now + self._request_seconds, horizon
+        self._request_seconds = 0.0
         updates = self._engine.step(self._has_news)
         end = self._clock.now
         self.busy_seconds += end - now

@@ -25,7 +25,6 @@ from headrace.measure.progress import ProgressCallback, ignore_progress
 from headrace.parallel.mesh import Mesh
 from headrace.planner.step_time import StepTimer
 from headrace.program.kv import number_bytes
-from headrace.program.op import StepSize
 from headrace.program.trace import Program
 from headrace.record import frozen
 from headrace.simulator.events import Simulation
@@ -62,12 +61,9 @@ class PlannedCosts:
 
     def __init__(self, timer: StepTimer) -> None:
         self._timer = timer
-
-    def stage_seconds(self, step: StepSize) -> Sequence[float]:
-        return self._timer.stage_seconds(step)
-
-    def host_seconds(self, step: StepSize) -> float:
-        return 0.0
+        self.request_seconds = timer.request_seconds
+        self.stage_seconds = timer.launch_stages
+        self.host_seconds = timer.engine_seconds
 
 
 @frozen(kw_only=True)

@@ -18,9 +18,10 @@ from tests.engine.toy import FULL, toy_groups
 class FlatCosts:
     """Steps that take these seconds in their stages."""
 
-    def __init__(self, *stages: float, host: float = 0.0) -> None:
+    def __init__(self, *stages: float, host: float = 0.0, request: float = 0.0) -> None:
         self._stages = stages or (1.0,)
         self._host = host
+        self.request_seconds = request
 
     def stage_seconds(self, step: StepSize) -> Sequence[float]:
         return self._stages

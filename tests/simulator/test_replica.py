@@ -177,3 +177,12 @@ def test_a_replica_is_not_shown_by_top(tmp_path: Path, monkeypatch: pytest.Monke
     real.add_request([1, 2], SamplingParams(max_tokens=2))
     Recorded(real)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_work_on_a_new_request_delays_the_next_step() -> None:
+    one = setup(config=EngineConfig(multi_step_ms=0), costs=FlatCosts(1.0, request=0.25))
+    first, second = run(
+        [Conversation(0.0, [Turn(b"a", 3)]), Conversation(0.5, [Turn(b"b", 1)])], one
+    )
+    assert first.ended == pytest.approx(0.25 + 1 + 0.25 + 1 + 1)
+    assert second.first_token == pytest.approx(0.25 + 1 + 0.25 + 1)
