@@ -2,32 +2,39 @@
 
     python benchmarks/simulation.py [--model smollm2] [--trace NAME ...] [--json FILE]
 
-Three traces: 90 % of the engine's capacity, overload, and chats of several turns. The engine serves
+Three traces: overload, 90 % of the engine's capacity, and chats of several turns. The engine serves
 each as `AsyncLLM` with its defaults, in this process; the simulation then predicts it with the
-stored calibration of the machine (`headrace calibrate --machine`). Both see equal prompts, output
-lengths and KV blocks. The machine must be idle.
+stored calibration of the machine (`headrace calibrate --machine`), and the mean of the bandwidths
+that were read before and after. Both see equal prompts, output lengths and KV blocks. The machine
+must be idle.
 """
 
 import argparse
 import asyncio
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
 
 from headrace.async_llm import AsyncLLM
+from headrace.measure.place import THIS, find_place
+from headrace.measure.placed_model import open_model
 from headrace.measure.table import print_table
+from headrace.parallel.mesh import Mesh
+from headrace.planner.hardware import bandwidth_now
 from headrace.sampling_params import SamplingParams
 from headrace.simulator.report import Latencies, Percentiles
-from headrace.simulator.simulate import deploy, load_trace
+from headrace.simulator.simulate import deploy_at, load_trace
 from headrace.simulator.trace import Conversation, Trace
 
 TRACES = {
-    "90 % of capacity": "lognormal:prompt=256,output=96,rate=5.0,requests=400",
-    "overload": "lognormal:prompt=256,output=96,rate=8.0,burstiness=0.5,requests=400",
-    "chats": "chat:rate=0.45,turns=4,requests=180,prompt=96,output=96,prefix=256,pause=3",
+    "overload": "lognormal:prompt=256,output=96,rate=8.0,burstiness=0.5,requests=280",
+    "90 % of capacity": "lognormal:prompt=256,output=96,rate=5.66,requests=330",
+    "chats": "chat:rate=0.45,turns=4,requests=120,prompt=96,output=96,prefix=256,pause=3",
 }
-"""Workloads by name; the rate of the first is 90 % of the throughput of the second."""
+"""Workloads by name; the second rate is 90 % of the requests per second of the first trace, as
+measured.
+"""
 KV_BLOCKS = 2048
 MAX_MODEL_LEN = 4096
 
@@ -98,8 +105,13 @@ def figures(
     }
 
 
-def predicted(model: str, trace: Trace) -> dict[str, float]:
-    report = deploy(model, kv_blocks=KV_BLOCKS, max_model_len=MAX_MODEL_LEN).run(trace)
+def predicted(model: str, trace: Trace, bandwidth: float) -> dict[str, float]:
+    place = find_place(THIS, Mesh())
+    place = replace(place, machine=replace(place.machine, bandwidth=bandwidth))
+    deployment = deploy_at(
+        place, open_model(model), kv_blocks=KV_BLOCKS, max_model_len=MAX_MODEL_LEN
+    )
+    report = deployment.run(trace)
     own: Latencies = report.latencies
     return figures(report.output_tokens_per_second, own.first_token, own.per_token, own.total) | {
         "hit rate": report.hit_rate
@@ -135,9 +147,11 @@ def main() -> None:
         with AsyncLLM(args.model, kv_blocks=KV_BLOCKS, max_model_len=MAX_MODEL_LEN) as llm:
             measured(llm, trace[:1])  # the first request warms the engine up
         with AsyncLLM(args.model, kv_blocks=KV_BLOCKS, max_model_len=MAX_MODEL_LEN) as llm:
+            before = bandwidth_now()
             real = measured(llm, trace)
-        found = predicted(args.model, trace)
-        show(f"{name}: {TRACES[name]}", real, found)
+            bandwidth = (before + bandwidth_now()) / 2
+        found = predicted(args.model, trace, bandwidth)
+        show(f"{name}: {TRACES[name]}, {bandwidth / 1e9:.1f} GB/s", real, found)
         lines.append(json.dumps({"trace": name, "measured": real, "simulated": found}) + "\n")
     if args.json:
         args.json.write_text("".join(lines))

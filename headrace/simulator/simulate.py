@@ -191,36 +191,61 @@ def deploy(
     **options: Unpack[SimulatedOptions],
 ) -> Deployment:
     """Put a model on replicas. The arguments and errors are those of `simulate`."""
+    return deploy_at(
+        find_place(on, Mesh(tensor=tensor, pipeline=pipeline)),
+        open_model(model, format),
+        replicas=replicas,
+        router=router,
+        kv_dtype=kv_dtype,
+        draft_depth=draft_depth,
+        draft_acceptance=draft_acceptance,
+        seed=seed,
+        **options,
+    )
+
+
+def deploy_at(
+    place: Place,
+    checkpoint: Checkpoint,
+    *,
+    replicas: int = 1,
+    router: RouterName = "prefix",
+    kv_dtype: KvDtype = "bf16",
+    draft_depth: int = 0,
+    draft_acceptance: float = 0.0,
+    seed: int = 0,
+    **options: Unpack[SimulatedOptions],
+) -> Deployment:
+    """Put an opened model on replicas of known devices. Raises as `simulate`."""
     if not 1 <= replicas <= MAX_REPLICAS:
         raise RequestError(
             f"replicas must be a number from 1 to {MAX_REPLICAS:,}, not {replicas:,}"
         )
-    checkpoint = open_model(model, format)
-    place = find_place(on, Mesh(tensor=tensor, pipeline=pipeline))
+    mesh = place.mesh
     check_kv_dtype(place.backend, kv_dtype)
     config = engine_config(
         {
             **options,
             "backend": place.backend,
             "kv_dtype": kv_dtype,
-            "tensor_parallel_size": tensor,
-            "pipeline_parallel_size": pipeline,
+            "tensor_parallel_size": mesh.tensor,
+            "pipeline_parallel_size": mesh.pipeline,
             "max_draft_tokens": draft_depth or EngineConfig.max_draft_tokens,
             "max_logit_rows": default_logit_rows(checkpoint.spec.vocab_size),
         }
     )
-    programs = rank_programs(checkpoint, place.backend, place.mesh)
+    programs = rank_programs(checkpoint, place.backend, mesh)
     whole = programs[0]
-    if place.mesh.ranks > 1:
+    if mesh.ranks > 1:
         (whole,) = rank_programs(checkpoint, place.backend, Mesh())
-    timer = StepTimer(programs[:: place.mesh.tensor], place.machine, place.reaches, place.link)
+    timer = StepTimer(programs[:: mesh.tensor], place.machine, place.reaches, place.link)
     limits = _limits(checkpoint, place, config, whole, programs)
     setup = ReplicaSetup(
         limits=limits,
         config=config,
         costs=PlannedCosts(timer),
         kv_bytes=number_bytes(whole.kv_groups, kv_dtype),
-        max_in_flight=max(config.traits.max_in_flight, pipeline),
+        max_in_flight=max(config.traits.max_in_flight, mesh.pipeline),
         draft_depth=draft_depth,
         draft_acceptance=draft_acceptance,
         seed=seed,
