@@ -114,15 +114,23 @@ class _Finder:
         self.missed: list[Candidate] = []
 
     def find_cheapest(self) -> None:
-        """Find the fewest replicas of each setup, as long as it can be among the best two devices.
+        """Find the cheapest candidates of two kinds of devices, and of the model's own format.
 
-        With more replicas, each has fewer users, so latencies fall and the price rises.
+        Each setup gets its fewest replicas: with more of them, each has fewer users, so latencies
+        fall and the price rises.
         """
+        own_format = self._search.own_format
+        self._find_cheapest(self._search.setups(), 2)
+        if not any(one.setup.format == own_format for one in self.met):
+            own = (one for one in self._search.setups() if one.format == own_format)
+            self._find_cheapest(own, 1)
+
+    def _find_cheapest(self, setups: Iterable[Setup], kinds: int) -> None:
+        """Find the cheapest candidates of this number of kinds of devices."""
         prices: dict[tuple[str, int], float] = {}
-        for setup in self._search.setups():
-            best_two = sorted(prices.values())[:2]
-            limit = best_two[1] if len(best_two) == 2 else inf
-            found = self._fewest_replicas(setup, limit)
+        for setup in setups:
+            best = sorted(prices.values())[:kinds]
+            found = self._fewest_replicas(setup, best[-1] if len(best) == kinds else inf)
             if found:
                 self.met += found
                 price = min(inf if one.price is None else one.price for one in found)

@@ -95,6 +95,9 @@ def test_loss_decides_between_equal_prices(model: str) -> None:
     tight = replace(parse_goal("users=1"), tpot=0.95 * easy.best.value("tpot"))
     lossy = find_advice(model, tight, space).best
     assert lossy and lossy.setup.format != "BF16" and lossy.loss.high > 0
+    both = find_advice(model, tight, replace(space, meshes=(Mesh(), Mesh(tensor=2))))
+    assert both.best == lossy and both.own
+    assert both.own.setup.format == "BF16" and both.own.price == 2 * (lossy.price or 0)
 
 
 def test_an_impossible_goal_says_what_is_missing(model: str) -> None:
