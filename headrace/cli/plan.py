@@ -259,6 +259,7 @@ def _print(found: "Plan", price: float | None) -> None:
             "activations": run.activations,
             "interpreter and engine": run.base,
             "tokenizer": run.tokenizer,
+            "converted tensors": run.converted,
             "peak": run.peak,
         }
         requests = f"{work.batch:,} x {work.prompt + work.output:,} tokens"

@@ -24,6 +24,7 @@ from headrace.loader.memory import default_logit_rows, draft_rows, fit_memory, s
 from headrace.loader.ranks import compile_ranks, follow_if_not_rank_0
 from headrace.loader.rope import with_rope_options
 from headrace.parallel.config import mesh_of, threads_per_rank
+from headrace.planner.host import release_free_memory
 from headrace.prompts import PromptReader
 from headrace.speculation.proposers import make_proposers
 
@@ -156,6 +157,7 @@ def load_engine(
         rows = draft_rows(config, target_rows)
         draft.prepare(rows.rows, rows.logit_rows)
 
+    release_free_memory()
     config = replace(
         config,
         threads=threads,

@@ -19,6 +19,7 @@ from headrace.program.adapter import Adapter, low_rank_part
 from headrace.program.kv import number_bytes
 from headrace.program.op import StepSize
 from headrace.program.trace import Program
+from headrace.quant.formats import StoredTensor
 
 
 def this_process() -> ProcessMemory:
@@ -59,6 +60,11 @@ def run_memory(
         activations=whole_pages(count(_largest(program, kv_dtype, prompt, batch))),
         base=process.base,
         tokenizer=round(process.per_token * checkpoint.spec.vocab_size),
+        converted=sum(
+            tensor.nbytes
+            for tensor in checkpoint.tensors.values()
+            if not tensor.is_mapped and not _is_dummy(tensor)
+        ),
         packing=packing_bytes(program, {t.name: t.nbytes for t in checkpoint.tensors.values()}),
     )
 
@@ -76,3 +82,9 @@ def _largest(program: Program, kv_dtype: KvDtype, prompt: int, batch: int) -> St
 
 def _grown(room: int, needed: int) -> int:
     return room if needed <= room else max(needed, 2 * room)
+
+
+def _is_dummy(tensor: StoredTensor) -> bool:
+    """Whether a tensor of a `config.json` stands for one in a file."""
+    codes = tensor.parts["codes"]
+    return codes.size > 0 and not any(codes.strides)

@@ -1,8 +1,10 @@
 """Cores and memory of this process, within its cgroups."""
 
+import ctypes
 import os
 import platform
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from headrace.planner.fit import RUNTIME_BYTES
@@ -87,6 +89,12 @@ def available_memory(root: Path = Path("/")) -> int:
 def peak_memory(root: Path = Path("/")) -> int:
     """Peak bytes in memory, including mapped files; 0 if unknown."""
     return _fields(root / "proc/self/status").get("VmHWM:", 0) * 1024
+
+
+def release_free_memory() -> None:
+    """Give memory that the allocator keeps for later back to the system, where it can (glibc)."""
+    with suppress(OSError, TypeError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_memory(root: Path = Path("/")) -> int:

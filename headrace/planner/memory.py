@@ -41,6 +41,8 @@ class RunMemory:
     activations: int
     base: int
     tokenizer: int
+    converted: int
+    """Stored tensors that were made while the model was opened, which stay."""
     packing: int
 
     @property
@@ -50,7 +52,7 @@ class RunMemory:
     @property
     def loaded(self) -> int:
         """Bytes when the model is loaded."""
-        return self.base + self.tokenizer + self.weights
+        return self.base + self.tokenizer + self.converted + self.weights
 
     @property
     def peak(self) -> int:
