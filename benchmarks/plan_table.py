@@ -1,4 +1,4 @@
-"""Tables of `headrace plan --check --json` and of `benchmarks/memory.py` in Markdown.
+"""Tables of `headrace plan --check --json` in Markdown.
 
 headrace plan --check --json > benchmarks/plan/FILE.json
 python benchmarks/plan_table.py benchmarks/plan/FILE.json
@@ -6,7 +6,6 @@ python benchmarks/plan_table.py benchmarks/plan/FILE.json
 
 import argparse
 import json
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,16 @@ def summary(facts: dict[str, Any]) -> list[str]:
 
 
 def points(facts: dict[str, Any]) -> list[str]:
-    """A line for each model, format and kind, with all of its points."""
-    lines = ["| model | time | sequences: predicted, measured in ms, error |", "|---|---|---|"]
-    key = lambda point: (point["model"], point["format"], point["kind"])  # noqa: E731
-    for (model, format, kind), found in groupby(sorted(facts["points"], key=key), key):
-        cells = "; ".join(
-            f"{p['name']}: {p['predicted'] * 1e3:.1f}, {p['measured'] * 1e3:.1f}, {p['error']:+.0%}"
-            for p in found
+    lines = [
+        "| model | time | sequences | predicted, ms | measured | error |",
+        "|---|---|---|---|---|---|",
+    ]
+    for point in facts["points"]:
+        predicted, measured = point["predicted"] * 1e3, point["measured"] * 1e3
+        lines.append(
+            f"| {point['model']} {point['format']} | {point['kind']} | {point['name']} "
+            f"| {predicted:,.2f} | {measured:,.2f} | {point['error']:+.0%} |"
         )
-        lines.append(f"| {model} {format} | {kind} | {cells} |")
     return lines
 
 
