@@ -21,6 +21,7 @@ from headrace.cli.arguments import (
     whole_numbers,
 )
 from headrace.cli.terminal import show_status
+from headrace.config import EngineConfig
 from headrace.errors import RequestError
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def _calibrate_machine(args: argparse.Namespace) -> int:
 
     options = ("model", "draft_model", "prompt", "layers")
     given = [name for name in options if getattr(args, name)]
-    if given or args.backend not in ("auto", "cpu"):
+    if given or args.backend != EngineConfig.backend:
         names = ", ".join(name.replace("_", "-") for name in given or ["backend"])
         raise RequestError(f"--machine measures this CPU without a model; leave out: {names}")
     with progress_bar() as on_progress:

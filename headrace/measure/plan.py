@@ -4,10 +4,11 @@ The program is traced and lowered as for a run, and no weight is read. `planner/
 predicts times.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from headrace.backend_traits import KvDtype, check_kv_dtype, traits_of
+from headrace.checkpoint.load import Checkpoint
 from headrace.errors import MemoryLimitError, RequestError
 from headrace.measure.place import THIS, Place, find_place
 from headrace.measure.placed_model import (
@@ -200,17 +201,7 @@ def plan(
         place=place,
         workload=workload,
         fit=fit,
-        run_memory=None
-        if traits_of(place.backend).on_gpu or place.mesh.ranks > 1
-        else run_memory(
-            checkpoint,
-            programs[0],
-            this_process(),
-            kv_dtype=kv_dtype,
-            prompt=prompt,
-            output=output,
-            batch=batch,
-        ),
+        run_memory=_run_memory(checkpoint, programs, place, workload, kv_dtype),
         prefill=prefill,
         decode=decode,
         first_token=first_token,
@@ -220,6 +211,27 @@ def plan(
         stages=tuple(stages),
         timer=timer,
         kv_bytes=kv_bytes,
+    )
+
+
+def _run_memory(
+    checkpoint: Checkpoint,
+    programs: Sequence[Program],
+    place: Place,
+    workload: Workload,
+    kv_dtype: KvDtype,
+) -> RunMemory | None:
+    """Resident bytes of the requests on one CPU; None for GPUs and ranks."""
+    if traits_of(place.backend).on_gpu or place.mesh.ranks > 1:
+        return None
+    return run_memory(
+        checkpoint,
+        programs[0],
+        this_process(),
+        kv_dtype=kv_dtype,
+        prompt=workload.prompt,
+        output=workload.output,
+        batch=workload.batch,
     )
 
 

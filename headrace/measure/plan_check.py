@@ -208,8 +208,20 @@ def _measure_steps(case: _Case, reaches: Reaches) -> _Measured:
         turn = min(found)
         timer_then = _timer(programs, machine, turn, reaches)
         predicted = timer_then.launch_seconds(step)
-        points.append(Point(name, case.format, "step", _step_name(step), predicted, *turn))
+        points.append(_point(case, "step", _step_name(step), predicted, turn))
     return _Measured(points, machine)
+
+
+def _point(case: _Case, kind: PointKind, name: str, predicted: float, turn: _Turn) -> Point:
+    return Point(
+        model=case.checkpoint.spec.name,
+        format=case.format,
+        kind=kind,
+        name=name,
+        predicted=predicted,
+        measured=turn.seconds,
+        bandwidth=turn.bandwidth,
+    )
 
 
 def _timer(programs: list[Program], machine: Machine, turn: _Turn, reaches: Reaches) -> StepTimer:
@@ -224,12 +236,11 @@ def _step_name(step: StepSize) -> str:
 
 
 def _measure_requests(case: _Case, reaches: Reaches) -> _Measured:
-    checkpoint, name = case.checkpoint, case.checkpoint.spec.name
-    programs = rank_programs(checkpoint, "cpu", Mesh())
+    programs = rank_programs(case.checkpoint, "cpu", Mesh())
     machines = [hardware.measure()]
     starts: list[list[_Turn]] = [[] for _ in case.requests]
     betweens: list[list[_Turn]] = [[] for _ in case.requests]
-    with RandomBench(checkpoint, case.tokenizer, case.requests) as bench:
+    with RandomBench(case.checkpoint, case.tokenizer, case.requests) as bench:
         max_rows, kv_bytes = bench.max_rows, number_bytes(programs[0].kv_groups, bench.kv_format)
         for request in case.requests:
             bench.run(*request)  # warms up
@@ -249,11 +260,11 @@ def _measure_requests(case: _Case, reaches: Reaches) -> _Measured:
         timer = _timer(programs, machine, turn, reaches)
         start = sum(map(timer.seconds, start_steps(prompt, seqs, max_rows, kv_bytes)))
         start += seqs * timer.request_seconds
-        points.append(Point(name, case.format, "first token", label, start, *turn))
+        points.append(_point(case, "first token", label, start, turn))
         turn = min(betweens[number])
         timer = _timer(programs, machine, turn, reaches)
         between = timer.seconds(decode_step(prompt + output // 2, seqs, kv_bytes))
-        points.append(Point(name, case.format, "time per token", label, between, *turn))
+        points.append(_point(case, "time per token", label, between, turn))
     return _Measured(points, machine)
 
 

@@ -70,7 +70,7 @@ def run_memory(
 
 
 def _largest(program: Program, kv_dtype: KvDtype, prompt: int, batch: int) -> StepSize:
-    """The rows that the buffers have room for: they grow at least twofold."""
+    """The rows that fit in the buffers, which grow at least twofold."""
     max_rows = traits_of("cpu").max_num_batched_tokens
     kv_bytes = number_bytes(program.kv_groups, kv_dtype)
     rows = logit_rows = 0
@@ -80,8 +80,8 @@ def _largest(program: Program, kv_dtype: KvDtype, prompt: int, batch: int) -> St
     return StepSize(((0, rows),), logit_rows, kv_bytes)
 
 
-def _grown(room: int, needed: int) -> int:
-    return room if needed <= room else max(needed, 2 * room)
+def _grown(rows: int, needed: int) -> int:
+    return rows if needed <= rows else max(needed, 2 * rows)
 
 
 def _is_dummy(tensor: StoredTensor) -> bool:

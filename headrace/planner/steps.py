@@ -34,9 +34,9 @@ def start_steps(prompt: int, batch: int, max_rows: int, kv_bytes: float) -> Iter
     computed, decoding = 0, [0] * batch
     while computed < batch * prompt:
         started = computed // prompt
-        room = max(1, max_rows - started)
+        budget = max(1, max_rows - started)
         seqs = [(prompt + decoding[i], 1) for i in range(started)]
-        end = min(batch * prompt, computed + room)
+        end = min(batch * prompt, computed + budget)
         while computed < end:
             done = computed % prompt
             rows = min(prompt - done, end - computed)

@@ -67,7 +67,7 @@ class BufferCounter:
         return lambda *args, **named: None
 
     def add_buffer(self, width: int, rows: RowKind, packed: bool, per_row: int = 1) -> int:
-        self.buffers.append(_Buffer(width, rows, packed, per_row))
+        self.buffers.append(_Buffer(width=width, rows=rows, packed=packed, per_row=per_row))
         return len(self.buffers) - 1
 
     def rope_angles(self, frequencies: Sequence[float], scale: float, head_dim: int) -> int:
