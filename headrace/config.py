@@ -229,8 +229,12 @@ class EngineConfig:
     @property
     def shown(self) -> dict[str, Any]:
         """Options that `headrace top` shows, as JSON values."""
-        names = ("backend", "threads", "kv_dtype", "batching", "proposer")
-        limits = {"max_num_seqs": self.max_seqs, "max_num_batched_tokens": self.max_rows}
+        names = ("backend", "threads", "batching", "proposer")
+        limits = {
+            "kv_dtype": self.kv_format,
+            "max_num_seqs": self.max_seqs,
+            "max_num_batched_tokens": self.max_rows,
+        }
         return {name: getattr(self, name) for name in names} | limits
 
     @property

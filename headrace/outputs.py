@@ -25,14 +25,21 @@ Logprobs = dict[int, Logprob]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of a request in the queue, until its first token, and until its end.
-
-    The three sum to the total time of the request.
-    """
+    """Seconds of a request by the work that it waited for. They sum to its total time."""
 
     queue: float
+    """Until its first step."""
     prefill: float
+    """Steps until its first token."""
     decode: float
+    """Steps from its first token to its end."""
+    detokenise: float
+    """After the results of its steps: tokens and text of all requests in the step."""
+
+    @property
+    def output(self) -> float:
+        """Seconds that an output takes: all but queue and prefill."""
+        return self.decode + self.detokenise
 
 
 class DraftStats(NamedTuple):

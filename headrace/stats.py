@@ -36,6 +36,10 @@ class KvStats(NamedTuple):
         return self.block_bytes / self.block_size
 
 
+STEP_KINDS = ("decode_steps", "prompt_steps")
+"""Fields of `Stats` with totals of steps."""
+
+
 class StageStep(NamedTuple):
     """Run time of one step in one pipeline stage, in seconds of a clock that all ranks share."""
 
@@ -45,6 +49,35 @@ class StageStep(NamedTuple):
     begin: float
     """Time at which the stage had its input."""
     end: float
+
+
+class StepTotals(NamedTuple):
+    """Sums over steps. A sequence with several scheduled tokens counts as a prompt."""
+
+    seconds: float = 0.0
+    steps: int = 0
+    seqs: int = 0
+    """Sequences that decode."""
+    rows: int = 0
+    """Rows of these sequences, drafts included."""
+    context: int = 0
+    """Tokens with KV of these sequences before each step."""
+    prompts: int = 0
+    prompt_rows: int = 0
+    prompt_context: int = 0
+    """Tokens with KV of the prompts before each step."""
+    logit_rows: int = 0
+    tokens: int = 0
+    """Output tokens."""
+
+    def plus(self, more: "StepTotals") -> "StepTotals":
+        return StepTotals._make([a + b for a, b in zip(self, more, strict=True)])
+
+    def minus(self, before: "StepTotals") -> "StepTotals":
+        return StepTotals._make([a - b for a, b in zip(self, before, strict=True)])
+
+
+NO_STEPS = StepTotals()
 
 
 class Stats(NamedTuple):
@@ -103,6 +136,9 @@ class Stats(NamedTuple):
     """Rows of each expert, by mixture-of-experts layer; empty for dense models."""
     adapters: Mapping[str, int] = MappingProxyType({})
     """Running and waiting requests, by loaded adapter."""
+    decode_steps: StepTotals = NO_STEPS
+    """Totals of the steps without a prompt."""
+    prompt_steps: StepTotals = NO_STEPS
     adapter_bytes: int = 0
     """Bytes of the numbers of all adapters in memory, as they were read. Rank 0 of several keeps
     these bytes for a restart."""

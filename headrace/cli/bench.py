@@ -10,7 +10,7 @@ machine at the start.
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +19,18 @@ from headrace.cli.arguments import (
     add_compute,
     add_model,
     add_parallel,
+    add_price,
     engine_options,
     whole_number,
     whole_numbers,
 )
+from headrace.cli.bench_tables import print_rows
 from headrace.cli.output_file import check_writable, write
 from headrace.cli.terminal import show_status
 from headrace.errors import RequestError
 
 if TYPE_CHECKING:
-    from headrace.measure.bench import BenchSetup, LatencyRow, ThroughputRow
+    from headrace.measure.bench_rows import LatencyRow, ThroughputRow
 
 EXAMPLES = """\
   headrace bench latency smollm2
@@ -65,6 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_compute(parser)
     add_parallel(parser)
     output = parser.add_argument_group("output")
+    add_price(output)
     output.add_argument(
         "--json", action="store_true", help="JSON lines with raw samples in place of the table"
     )
@@ -91,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         show_status("")
     if not args.json:
-        _print(args.kind, rows)
+        print_rows(args.kind, rows)
     return 0
 
 
@@ -137,103 +140,14 @@ def _measure(
             output_tokens=settings["tg"],
             depths=settings["depth"],
             repetitions=settings["repetitions"],
+            price=args.price,
             on_progress=on_progress,
             **engine_options(args),
         )
-    return bench_throughput(args.model, **settings, on_progress=on_progress, **engine_options(args))
-
-
-def _print(kind: str, rows: "Sequence[LatencyRow | ThroughputRow]") -> None:
-    from headrace.measure.bench import LatencyRow, ThroughputRow
-    from headrace.measure.table import size
-
-    _print_setup(kind, rows[0].setup)
-    if kind == "latency":
-        latency_rows = [row for row in rows if isinstance(row, LatencyRow)]
-        _print_latency(latency_rows)
-        samples = f"{len(latency_rows[0].samples['seconds'])} runs"
-    else:
-        _print_throughput([row for row in rows if isinstance(row, ThroughputRow)])
-        samples = "requests and their tokens"
-    print(
-        f"\nMedians over {samples}. Peak memory {size(rows[-1].peak_memory)}; limits follow from "
-        "the machine as just measured."
+    return bench_throughput(
+        args.model,
+        **settings,
+        price=args.price,
+        on_progress=on_progress,
+        **engine_options(args),
     )
-
-
-def _print_setup(kind: str, setup: "BenchSetup") -> None:
-    from headrace.measure.table import print_figures, size
-
-    machine = setup.machine
-    print_figures(
-        f"{setup.name}: {kind}",
-        {
-            "model": f"{size(setup.file_bytes)}, {setup.parameters / 1e6:,.1f} M parameters",
-            "engine": f"headrace {setup.version}, {setup.backend} backend ({setup.isa}), "
-            f"{machine.at_work}, {setup.kv_dtype} KV",
-            "machine": f"{machine.cpu}; memory read {machine.bandwidth / 1e9:.1f} GB/s, int8 "
-            f"{machine.rates['int8'] / 1e9:,.0f} G operations/s",
-        },
-    )
-
-
-def _print_latency(rows: "Sequence[LatencyRow]") -> None:
-    from headrace.measure.table import print_table
-
-    headings = [
-        "test",
-        ">tokens/s",
-        ">min-max",
-        ">ms/token",
-        ">first token",
-        ">limit",
-        ">of limit",
-    ]
-    lines = [
-        [
-            f"{row.test} @ d{row.depth}" if row.depth else row.test,
-            f"{row.tokens_per_second:,.1f}",
-            f"{row.tokens_per_second_min:,.1f}-{row.tokens_per_second_max:,.1f}",
-            f"{row.ms_per_token:.2f}",
-            _milliseconds(row.first_token),
-            f"{row.limit:,.0f}",
-            f"{100 * row.share_of_limit:.0f} %",
-        ]
-        for row in rows
-    ]
-    print_table(headings, lines)
-
-
-def _print_throughput(rows: "Sequence[ThroughputRow]") -> None:
-    from headrace.measure.table import print_table, size
-
-    headings = [
-        "requests",
-        ">tokens/s",
-        ">first token",
-        ">p95",
-        ">between tokens",
-        ">p95",
-        ">limit",
-        ">of limit",
-        ">peak memory",
-    ]
-    lines = [
-        [
-            row.test,
-            f"{row.tokens_per_second:,.1f}",
-            _milliseconds(row.first_token),
-            _milliseconds(row.first_token_p95),
-            _milliseconds(row.between_tokens),
-            _milliseconds(row.between_tokens_p95),
-            f"{row.limit:,.0f}",
-            f"{100 * row.share_of_limit:.0f} %",
-            size(row.peak_memory),
-        ]
-        for row in rows
-    ]
-    print_table(headings, lines)
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1000 * seconds:,.1f} ms"

@@ -25,7 +25,16 @@ from headrace.engine.publish import (
 )
 from headrace.errors import HeadraceError, RequestError
 from headrace.outputs import DraftStats
-from headrace.stats import BlockMap, GroupMap, Holding, KvStats, SequenceStats, Stats
+from headrace.stats import (
+    STEP_KINDS,
+    BlockMap,
+    GroupMap,
+    Holding,
+    KvStats,
+    SequenceStats,
+    Stats,
+    StepTotals,
+)
 
 Record = dict[str, Any]
 """State of an engine: a `Stats` and a `BlockMap`; times are seconds since the epoch."""
@@ -140,7 +149,8 @@ def record_facts(record: Record) -> Record:
     stats: Stats = record["stats"]
     ratios = {name: getattr(stats, name) for name in _RATIOS}
     kv = [group._asdict() for group in stats.kv]
-    return record | {"stats": stats._asdict() | {"kv": kv} | ratios}
+    steps = {kind: getattr(stats, kind)._asdict() for kind in STEP_KINDS}
+    return record | {"stats": stats._asdict() | {"kv": kv} | steps | ratios}
 
 
 _MAX_NUMBER = 2**63
@@ -150,6 +160,7 @@ _FIELDS = {
     "version": int,
     "pid": int,
     "model": str,
+    "path": str,
     "started": float,
     "time": float,
     "sequences_left_off": int,
@@ -205,6 +216,7 @@ def _parse_stats(values: object) -> Stats:
             [_checked("expert_loads", int, load) for load in _as_list(loads)]
             for loads in _as_list(fields.get("expert_loads", []))
         ],
+        **{kind: _parse_tuple(StepTotals, fields[kind]) for kind in STEP_KINDS if kind in fields},
         "adapters": {
             str(name): _checked("adapters", int, count)
             for name, count in _as_dict("adapters", fields.get("adapters", {})).items()

@@ -19,6 +19,7 @@ from headrace.cli.arguments import (
     whole_number,
     whole_numbers,
 )
+from headrace.cli.bench_tables import print_steps
 from headrace.cli.output_file import check_writable, write
 from headrace.errors import RequestError
 
@@ -151,6 +152,8 @@ def _print_report(report: "ProfileReport") -> None:
     for profile in report.profiles:
         _print_phase(report, profile)
     _print_summary(report)
+    names = [profile.phase.name for profile in report.profiles]
+    print_steps(zip(names, report.uses, strict=True))
     if report.experts:
         print()
         _print_experts(report.experts)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from headrace.cli import signals
@@ -70,7 +71,7 @@ def in_order(updates: Iterable[Update], count: int) -> Iterator[str]:
 
 def response_records(result: RequestOutput) -> Iterator[dict[str, Any]]:
     """Yield a JSON object per response. `timing` (seconds) and `drafts` belong to the request."""
-    timing = {name: getattr(result.timing, name) for name in ("queue", "prefill", "decode")}
+    timing = asdict(result.timing)
     drafts = {method: stats._asdict() for method, stats in result.drafts.items()}
     for output in result.outputs:
         yield {

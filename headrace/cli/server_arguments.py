@@ -13,6 +13,7 @@ from headrace.cli.arguments import (
     Arguments,
     add_chat_template,
     add_model,
+    add_price,
     add_sanitize_control_tokens,
     add_seed,
     add_strict_schemas,
@@ -31,6 +32,7 @@ _SERVER_PACKAGES = ("msgspec", "prometheus_client", "uvicorn", "httptools")
 def add_server(parser: argparse.ArgumentParser) -> Arguments:
     """Returns the group of limits."""
     add_model(parser, optional=True)
+    add_price(parser, "the machine of an engine")
     _add_network(parser.add_argument_group("network"))
     _add_model_options(parser.add_argument_group("model"))
     limits = parser.add_argument_group("limits")
@@ -166,6 +168,7 @@ def settings_of(
         send_timeout=args.send_timeout,
         drain_seconds=args.drain_seconds,
         otlp_endpoint=args.otlp_endpoint,
+        price=args.price,
         stall_seconds=stall_seconds,
         worker=worker,
     )

@@ -104,7 +104,7 @@ class Session:
         if share := self._share_of_limit(result):
             # The first token of each response comes from a prefill step.
             num_decoded = num_out - len(result.outputs)
-            speed = num_decoded / result.timing.decode
+            speed = num_decoded / result.timing.output
             parts.append(f"{num_out:,} out, {speed:,.0f} tok/s")
             parts.append(f"limit {speed / share:,.0f} tok/s, {100 * share:.0f} %")
         else:
@@ -132,12 +132,12 @@ class Session:
         program = adapted(lowered, self._adapter)
         kv_bytes = number_bytes(program.kv_groups, config.kv_format)
         steps = decode_steps(result, kv_bytes, self._beam_width)
-        if not steps or not result.timing.decode:
+        if not steps or not result.timing.output:
             return 0.0
 
         def share() -> float:
             machine = hardware.this_machine(config.threads, config.backend)
-            return decode_seconds(program, machine, steps) / result.timing.decode
+            return decode_seconds(program, machine, steps) / result.timing.output
 
         first = share()
         if first <= 1:

@@ -17,7 +17,8 @@ from headrace.cli.terminal import is_dumb
 from headrace.errors import HeadraceError, RequestError
 
 if TYPE_CHECKING:
-    from headrace.cli.engine_records import EngineWatcher
+    from headrace.cli.engine_records import EngineWatcher, Record
+    from headrace.cli.top_use import UseReader
     from headrace.stats import BlockMap
 
 EXAMPLES = """\
@@ -49,6 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from headrace.cli.engine_records import EngineWatcher, record_facts
+    from headrace.cli.top_use import UseReader
     from headrace.measure.table import print_json
 
     if args.map:
@@ -57,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
     if args.map:
         return _draw_map(watcher, args.map)
     if args.json:
-        print_json([record_facts(record) for record in watcher.wait()])
+        reader = UseReader()
+        print_json([record_facts(record) | _uses(reader, record) for record in watcher.wait()])
         return 0
     if args.once or not sys.stdout.isatty() or is_dumb():
         return _print_once(watcher)
@@ -68,16 +71,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _uses(reader: "UseReader", record: "Record") -> dict[str, Any]:
+    return {"uses": {kind: use.facts() for kind, use in reader.read(record).items()}}
+
+
 def _print_once(watcher: "EngineWatcher") -> int:
     from rich.console import Console
 
     from headrace.cli.top_screen import screen
+    from headrace.cli.top_use import UseReader
 
     records = watcher.wait()
     if not records:
         raise HeadraceError(_NO_ENGINE)
     console = Console()
-    console.print(screen(records, watcher.now(), console.width))
+    uses = UseReader().read(records[0])
+    console.print(screen(records, watcher.now(), console.width, uses=uses))
     return 0
 
 
@@ -87,15 +96,17 @@ def _update_screen(watcher: "EngineWatcher") -> None:
     from rich.text import Text
 
     from headrace.cli.top_screen import screen
+    from headrace.cli.top_use import UseReader
 
-    console = Console()
+    console, reader = Console(), UseReader()
 
     def view() -> Any:
         records = watcher.read()
         if not records:
             return Text(f"{_NO_ENGINE} (Ctrl-C to leave)", "dim")
         rows = max(4, console.height - _LINES_ABOVE_SEQUENCES)
-        return screen(records, watcher.now(), console.width, rows)
+        uses = reader.read(records[0])
+        return screen(records, watcher.now(), console.width, rows, uses)
 
     with Live(view(), console=console, screen=True, auto_refresh=False) as live:
         while True:

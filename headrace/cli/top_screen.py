@@ -1,6 +1,7 @@
 """The screen of `headrace top`: one engine in full, and a line for each of several engines."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from rich import box
@@ -12,8 +13,10 @@ from rich.text import Text
 from headrace.backend_traits import BACKENDS
 from headrace.cli.engine_records import Record
 from headrace.measure.table import printable
+from headrace.planner.utilisation import MEASURED, StepUse
 from headrace.stats import KvStats, Stats, ratio
 
+NO_USES: Mapping[str, StepUse] = MappingProxyType({})
 _INACTIVE_SECONDS = 2.0
 _SPARKS = "▁▂▃▄▅▆▇█"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -27,13 +30,19 @@ _STATES = {
 
 
 def screen(
-    records: Sequence[Record], now: float, width: int = 100, rows: int = 40
+    records: Sequence[Record],
+    now: float,
+    width: int = 100,
+    rows: int = 40,
+    uses: Mapping[str, StepUse] = NO_USES,
 ) -> RenderableType:
-    """Show all engines in `width` columns, the first with at most `rows` sequences."""
+    """Show all engines in `width` columns, the first with at most `rows` sequences and with the
+    use of the machine by its steps.
+    """
     parts: list[RenderableType] = [_engines(records, now)] if len(records) > 1 else []
     record = records[0]
     return Group(
-        *parts, _head(record, now, width), _figures(record, width), _sequences(record, rows)
+        *parts, _head(record, now, width), _figures(record, width, uses), _sequences(record, rows)
     )
 
 
@@ -129,7 +138,7 @@ def _settings(record: Record, now: float) -> list[str]:
     return settings
 
 
-def _figures(record: Record, width: int) -> Table:
+def _figures(record: Record, width: int, uses: Mapping[str, StepUse]) -> Table:
     stats: Stats = record["stats"]
     config = record["config"]
     grid = Table.grid(padding=(0, 2))
@@ -155,6 +164,8 @@ def _figures(record: Record, width: int) -> Table:
         f"{stats.rows_last:,} of {max_rows:,} rows (mean {stats.rows_mean:,.1f}) in "
         f"{1000 * stats.step_seconds:,.1f} ms",
     )
+    for kind, use in uses.items():
+        add_share(kind.removesuffix("_steps"), max(use.mbu[MEASURED], use.mfu[MEASURED]), _use(use))
     add_share(
         "prefix hits",
         stats.prefix_hit_rate,
@@ -182,6 +193,17 @@ def _figures(record: Record, width: int) -> Table:
     outer.add_row(grid)
     outer.add_row(Text(total, "dim"))
     return outer
+
+
+def _use(use: StepUse) -> str:
+    shares = [
+        f"{name} {' / '.join(f'{100 * share:.0f}' for share in by_roof.values())} %"
+        for name, by_roof in (("MBU", use.mbu), ("MFU", use.mfu))
+    ]
+    text = f"{', '.join(shares)}; {1000 * use.seconds:,.2f} ms a step"
+    if use.predicted is None or use.error is None:
+        return text
+    return f"{text}, predicted {1000 * use.predicted:,.2f} ({100 * use.error:+.0f} %)"
 
 
 def _blocks(group: KvStats) -> str:

@@ -27,11 +27,13 @@ from headrace.engine.multi_step import MultiStep
 from headrace.engine.output import TokenizerView, end_ids
 from headrace.engine.pooling import PromptPooling
 from headrace.engine.publish import MAX_BLOCKS, MAX_SEQUENCES, VERSION, Publisher
+from headrace.engine.request_timer import RequestTimer, WorkTimer
 from headrace.engine.resume import check_output_tokens, create_sequences, recreate_sequences
 from headrace.engine.scheduler import Scheduler
-from headrace.engine.sequence import Request, RequestTimer
+from headrace.engine.sequence import Request
 from headrace.engine.static import StaticScheduler
 from headrace.engine.step import StepLoop
+from headrace.engine.step_sums import StepSums
 from headrace.errors import ClosedError, DeviceLostError, RequestError
 from headrace.grammar.constraint import Constraints
 from headrace.kv.blocks import Demand
@@ -67,6 +69,10 @@ class EngineLimits:
     """Context length at which attention takes as long as the rest of a row."""
     has_head: bool = True
     """False: the model only computes embeddings."""
+    memory: int = 0
+    """Bytes that were available before the model was loaded; 0: unknown."""
+    runtime: int = 0
+    """Bytes reserved for everything except weights and KV."""
 
 
 class Engine:
@@ -82,9 +88,13 @@ class Engine:
         name: str = "",
         clock: Callable[[], float] = perf_counter,
         publishes: bool = True,
+        path: str = "",
     ) -> None:
-        """`clock` gives seconds; `publishes`: whether `headrace top` may watch the engine."""
+        """`clock` gives seconds; `publishes`: whether `headrace top` may watch the engine; `path`:
+        that of the model's files, for `headrace top`.
+        """
         self.name = name
+        self.path = path
         self.limits = limits
         self.config = config
         self._tokenizer = tokenizer
@@ -104,6 +114,7 @@ class Engine:
             multi_step=MultiStep(self._scheduler, executable, limits.kv.block_size, config, clock),
             jump_forward=JumpForward(config.max_draft_tokens if config.jump_forward else 0),
             clock=clock,
+            detokeniser=WorkTimer(clock),
         )
 
         self._independent = IndependentAcceptor(config.acceptance_method)
@@ -115,6 +126,7 @@ class Engine:
         self._deadlines = Deadlines()
         self._queue_deadlines = Deadlines()
         self._meter = Meter(clock())
+        self._step_sums = StepSums()
         self._publisher = Publisher(self._record) if publishes else None
         self._started = time.time()
         self._closed = False
@@ -215,7 +227,7 @@ class Engine:
             params=params,
             limit=self._limit(num_prompt_tokens, params, pooling),
             acceptor=self._acceptor(params),
-            timer=RequestTimer(self._clock),
+            timer=RequestTimer(self._clock, self._loop.detokeniser),
             options=options,
             adapter=adapter,
             pooling=PromptPooling(pooling, num_prompt_tokens) if pooling else None,
@@ -328,6 +340,7 @@ class Engine:
             total_rows=self._loop.num_rows,
             num_steps=num_launches,
         )
+        self._step_sums.record(step, now - started, num_tokens)
         if self._publisher:
             self._publisher.tick(now, last=not self._requests)
 
@@ -439,6 +452,8 @@ class Engine:
             expert_loads=loop.executable.expert_loads().tolist(),
             adapters=self._adapters.users,
             adapter_bytes=self._adapters.num_bytes,
+            decode_steps=self._step_sums.decode.totals(),
+            prompt_steps=self._step_sums.prompt.totals(),
         )
 
     def block_map(self) -> BlockMap:
@@ -452,6 +467,7 @@ class Engine:
             "version": VERSION,
             "pid": os.getpid(),
             "model": self.name,
+            "path": self.path,
             "config": self.config.shown | {"max_model_len": self.limits.max_model_len},
             "started": self._started,
             "time": time.time(),

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-VERSION = 2
+VERSION = 3
 WATCH = "watch"
 """The file that a watching process touches. With the text `map`, records include the block map."""
 FRESH = 3.0

@@ -1,6 +1,5 @@
 """Requests in the engine, and their sequences."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from headrace.acceptors import Acceptor
@@ -9,40 +8,13 @@ from headrace.constraint import Constraint
 from headrace.engine.adapters import LoadedAdapter
 from headrace.engine.output import Output
 from headrace.engine.pooling import PromptPooling
+from headrace.engine.request_timer import RequestTimer
 from headrace.kv.manager import Tables
 from headrace.kv.prefix import Node, Scope
 from headrace.logit_ops import ALL_LOGPROBS, SamplerState
-from headrace.outputs import DraftStats, Logprobs, RequestOutput, Timing, Update
+from headrace.outputs import DraftStats, Logprobs, RequestOutput, Update
 from headrace.request import DEFAULT_OPTIONS, RequestOptions
 from headrace.sampling_params import SamplingParams
-
-
-class RequestTimer:
-    """Splits the time of a request into queue, prefill and decode, in seconds."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self.added = clock()
-        self.started: float | None = None
-        self.first_token: float | None = None
-
-    def start(self) -> bool:
-        if self.started is not None:
-            return False
-        self.started = self._clock()
-        return True
-
-    def token(self) -> None:
-        if self.first_token is None:
-            self.first_token = self._clock()
-
-    def timing(self) -> Timing:
-        now = self._clock()
-        started = now if self.started is None else self.started
-        first_token = now if self.first_token is None else self.first_token
-        return Timing(
-            queue=started - self.added, prefill=first_token - started, decode=now - first_token
-        )
 
 
 @dataclass(eq=False)

@@ -16,11 +16,13 @@ from headrace.engine.in_flight import InFlightStep
 from headrace.engine.jump_forward import JumpForward
 from headrace.engine.multi_step import MultiStep
 from headrace.engine.output import TokenizerView
+from headrace.engine.request_timer import WorkTimer
 from headrace.engine.resolve import prepare_logit_ops, resolve_step
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.scheduler import Scheduler
 from headrace.kv.manager import Copy, KvManager
 from headrace.kv.rows import move_slots, prepare_blocks
+from headrace.logit_ops import StepResult
 from headrace.outputs import Update
 from headrace.speculation.manager import SpeculationManager
 
@@ -37,6 +39,7 @@ class StepLoop:
     multi_step: MultiStep
     jump_forward: JumpForward
     clock: Callable[[], float]
+    detokeniser: WorkTimer
     in_flight: deque[InFlightStep] = field(default_factory=deque)
     num_steps: int = 0
     num_rows: int = 0
@@ -112,9 +115,14 @@ class StepLoop:
         """Finish the oldest step, add its updates to `updates`, and return it."""
         step = self.in_flight[0]
         results = [ticket.wait() for ticket in step.tickets]
-        self.in_flight.popleft()
-        self.multi_step.record(step)
-        self.scheduler.finish(step.seqs)
+        with self.detokeniser:
+            self.in_flight.popleft()
+            self.multi_step.record(step)
+            self.scheduler.finish(step.seqs)
+            self._apply(step, results, updates)
+        return step
+
+    def _apply(self, step: InFlightStep, results: list[StepResult], updates: list[Update]) -> None:
 
         # Accept: each sequence that continues gets a commit.
         commits, failures = resolve_step(step, results, self.scheduler, self.tokenizer)
@@ -147,7 +155,6 @@ class StepLoop:
             self.num_tokens += receive_tokens(item.seq, commit, self.scheduler)
         for request in dict.fromkeys([item.seq.request for item in step.scheduled]):
             updates += request.new_updates()
-        return step
 
     def _commit(self, item: ScheduledSequence, commit: Commit) -> list[Copy]:
         """Keep the KV of scheduled tokens and accepted nodes.

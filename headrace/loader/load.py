@@ -126,7 +126,7 @@ def load_engine(
     checkpoint = _with_context(checkpoint, config)
     spec = checkpoint.spec
     program = target_program(config, checkpoint)
-    kv, draft_kv = fit_memory(config, checkpoint, program, drafts, spec.context)
+    kv, draft_kv, memory = fit_memory(config, checkpoint, program, drafts, spec.context)
 
     if config.traits.on_gpu:
         # Compiled kernels are kept with the models, in one folder that a container can keep.
@@ -167,12 +167,22 @@ def load_engine(
         vocab_size=spec.vocab_size,
         max_model_len=spec.context,
         kv=kv,
+        memory=memory.available,
+        runtime=memory.runtime,
         kv_groups=program.kv_groups,
         attention_crossover=program.attention_crossover,
         has_head=spec.has_head,
     )
     proposers = make_proposers(config, draft_models)
-    return Engine(executable, load_tokenizer(), limits, config, proposers, name=model)
+    return Engine(
+        executable,
+        load_tokenizer(),
+        limits,
+        config,
+        proposers,
+        name=model,
+        path=str(checkpoint.path.absolute()),
+    )
 
 
 def _start_renderer(checkpoint: Checkpoint) -> Renderer:

@@ -22,6 +22,15 @@ _MIN_CONTEXT = 1024
 """Fewest tokens that a context shrinks to, to fit on a GPU."""
 
 
+class Fitted(NamedTuple):
+    """KV sizes of the model and of its draft model, and the memory that they fit in."""
+
+    kv: KvConfig
+    draft_kv: KvConfig | None
+    memory: Memory
+    """Of rank 0."""
+
+
 class MaxRows(NamedTuple):
     """Maximum size of a step."""
 
@@ -79,7 +88,7 @@ def fit_memory(
     program: Program,
     drafts: DraftCheckpoints,
     max_model_len: int,
-) -> tuple[KvConfig, KvConfig | None]:
+) -> Fitted:
     """Return the KV sizes of the model and of its draft model, next to all weights.
 
     Ranks of one machine share its memory, and each has a GPU of its own, so there the rank with
@@ -116,7 +125,7 @@ def fit_memory(
             )
             draft_kv = draft_kv if rank else (others[0] if others else None)
             kvs.append(kv)
-        return _fewest_blocks(kvs), draft_kv
+        return Fitted(_fewest_blocks(kvs), draft_kv, memory)
 
     if is_multi_host(mesh):
         weights, uses = max(rank_weights), [max(uses, key=kv_bytes)]
@@ -130,7 +139,7 @@ def fit_memory(
         memory,
         block_size,
     )
-    return kv, others[-1] if drafts.draft else None
+    return Fitted(kv, others[-1] if drafts.draft else None, memory)
 
 
 def _fewest_blocks(kvs: Sequence[KvConfig]) -> KvConfig:

@@ -5,12 +5,14 @@ Random prompts never hit the prefix cache, and decoding is greedy.
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 from datetime import UTC, datetime
+from functools import reduce
 from importlib.metadata import version
-from statistics import median
+from statistics import mean, median
 from time import perf_counter
 from types import TracebackType
-from typing import Any, NamedTuple, Self, Unpack
+from typing import NamedTuple, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,101 +25,20 @@ from headrace.errors import RequestError
 from headrace.loader.backend_choice import with_backend
 from headrace.loader.load import load_model, open_files
 from headrace.loader.options import engine_config
+from headrace.measure.bench_rows import BenchSetup, LatencyRow, ThroughputRow
 from headrace.measure.options import EngineOptions
 from headrace.measure.progress import ProgressCallback, ignore_progress
 from headrace.model import trace_model
+from headrace.outputs import Timing
 from headrace.planner import hardware, host, roofline
 from headrace.planner.hardware import Machine
+from headrace.planner.money import per_million
+from headrace.planner.step_time import known_reaches
+from headrace.planner.utilisation import UseMeter, roofs_of
 from headrace.program.kv import number_bytes
 from headrace.program.op import StepSize
-from headrace.record import frozen
 from headrace.sampling_params import SamplingParams
-
-
-@frozen(kw_only=True)
-class BenchSetup:
-    model: str
-    name: str
-    file_bytes: int
-    parameters: int
-    version: str
-    date: str
-    """UTC time of the start, in ISO 8601."""
-    backend: str
-    isa: str
-    machine: Machine
-    kv_dtype: str
-
-    def facts(self) -> dict[str, Any]:
-        """The setup as JSON, in bytes/s and operations/s."""
-        facts = {name: value for name, value in vars(self).items() if name != "machine"}
-        return facts | {
-            "cpu": self.machine.cpu,
-            "threads": self.machine.threads,
-            "bandwidth": self.machine.bandwidth,
-            "rates": dict(self.machine.rates),
-        }
-
-
-@frozen(kw_only=True)
-class LatencyRow:
-    """Speed of one request: of its prompt (`pp`), or of its output (`tg`)."""
-
-    setup: BenchSetup
-    test: str
-    """`pp` or `tg`, and the number of timed tokens."""
-    depth: int
-    tokens_per_second: float
-    """Median over the runs."""
-    tokens_per_second_min: float
-    tokens_per_second_max: float
-    ms_per_token: float
-    first_token: float
-    """Median seconds to the first token."""
-    limit: float
-    """By the roofline."""
-    share_of_limit: float
-    peak_memory: int
-    """Bytes."""
-    samples: dict[str, Any]
-    """Seconds, by figure."""
-
-    def facts(self) -> dict[str, Any]:
-        return {"kind": "latency"} | _row_facts(self)
-
-
-@frozen(kw_only=True)
-class ThroughputRow:
-    """Speed and latencies of requests that are submitted together."""
-
-    setup: BenchSetup
-    test: str
-    concurrency: int
-    prompt_tokens: int
-    output_tokens: int
-    tokens_per_second: float
-    """Output tokens of all requests over the whole time."""
-    first_token: float | None
-    """Median seconds to the first token."""
-    first_token_p95: float | None
-    between_tokens: float | None
-    """Median seconds; None if each output is one token."""
-    between_tokens_p95: float | None
-    limit: float
-    """By the roofline."""
-    share_of_limit: float
-    peak_memory: int
-    """Bytes."""
-    samples: dict[str, Any]
-    """Seconds, by figure."""
-
-    def facts(self) -> dict[str, Any]:
-        return {"kind": "throughput"} | _row_facts(self)
-
-
-def _row_facts(row: LatencyRow | ThroughputRow) -> dict[str, Any]:
-    figures = {name: value for name, value in vars(row).items() if name != "setup"}
-    return row.setup.facts() | figures
+from headrace.stats import STEP_KINDS, StepTotals
 
 
 def bench_latency(
@@ -127,6 +48,7 @@ def bench_latency(
     output_tokens: Sequence[int] = (128,),
     depths: Sequence[int] = (0, 2048),
     repetitions: int = 5,
+    price: float | None = None,
     on_progress: ProgressCallback = ignore_progress,
     **options: Unpack[EngineOptions],
 ) -> Iterator[LatencyRow]:
@@ -137,6 +59,7 @@ def bench_latency(
         output_tokens: numbers of output tokens to time; 0 is skipped.
         depths: tokens of context before the timed tokens.
         repetitions: timed runs of each test.
+        price: of this machine, in dollars an hour.
         options: fields of `EngineConfig`.
 
     Yields a row when it is measured. Raises RequestError if a test exceeds the context.
@@ -150,7 +73,7 @@ def bench_latency(
     def rows() -> Iterator[LatencyRow]:
         machine = _measure_machine(config, on_progress)
         limits = SpeedLimits(checkpoint, machine, config)
-        setup = _setup(model, checkpoint, config, machine)
+        maker = _RowMaker(_setup(model, checkpoint, config, machine), limits.meter, price)
         with Bench(model, config) as bench:
             for depth in depths:
                 for tokens in filter(None, prompt_tokens):
@@ -160,13 +83,13 @@ def bench_latency(
                         run.seconds_at(depth + tokens) - run.seconds_at(depth) for run in runs
                     ]
                     limit = limits.prompt(tokens, depth)
-                    yield _latency_row(setup, "pp", tokens, depth, seconds, runs, limit)
+                    yield maker.latency("pp", tokens, depth, seconds, runs, limit)
                 for tokens in filter(None, output_tokens):
                     on_progress(f"{tokens:,} tokens at depth {depth:,}", 0.0)
                     runs = bench.repeat(repetitions, max(1, depth), tokens + 1)
                     seconds = [run.tokens[0][-1] - run.tokens[0][0] for run in runs]
                     limit = limits.decode(tokens, depth)
-                    yield _latency_row(setup, "tg", tokens, depth, seconds, runs, limit)
+                    yield maker.latency("tg", tokens, depth, seconds, runs, limit)
 
     return rows()
 
@@ -177,13 +100,15 @@ def bench_throughput(
     concurrency: Sequence[int] = (1, 4, 16, 32),
     prompt_tokens: int = 128,
     output_tokens: int = 128,
+    price: float | None = None,
     on_progress: ProgressCallback = ignore_progress,
     **options: Unpack[EngineOptions],
 ) -> Iterator[ThroughputRow]:
     """Measure output speed and latencies of many requests at the same time.
 
-    Each number in `concurrency` makes a row, which is yielded when it is measured. `options`
-    are fields of `EngineConfig`. Raises RequestError if a request exceeds the context.
+    Each number in `concurrency` makes a row, which is yielded when it is measured. `price` is
+    that of this machine, in dollars an hour; `options` are fields of `EngineConfig`. Raises
+    RequestError if a request exceeds the context.
     """
     length = prompt_tokens + output_tokens
     checkpoint, config = _open(model, options, length, max_num_seqs=max(concurrency))
@@ -191,7 +116,7 @@ def bench_throughput(
     def rows() -> Iterator[ThroughputRow]:
         machine = _measure_machine(config, on_progress)
         limits = SpeedLimits(checkpoint, machine, config)
-        setup = _setup(model, checkpoint, config, machine)
+        maker = _RowMaker(_setup(model, checkpoint, config, machine), limits.meter, price)
         with Bench(model, config) as bench:
             on_progress("warming up", 0.0)
             bench.run(1, prompt_tokens, output_tokens)
@@ -199,7 +124,7 @@ def bench_throughput(
                 on_progress(f"{num_requests} requests at once", 0.0)
                 run = bench.run(num_requests, prompt_tokens, output_tokens)
                 limit = limits.output(num_requests, prompt_tokens, output_tokens)
-                yield _throughput_row(setup, run, prompt_tokens, output_tokens, limit)
+                yield maker.throughput(run, prompt_tokens, output_tokens, limit)
 
     return rows()
 
@@ -254,6 +179,10 @@ class Run(NamedTuple):
     tokens: list[list[float]]
     rows: list[tuple[int, float]]
     """Number of rows computed so far, and the time, after each step."""
+    timings: list[Timing]
+    """Of each request."""
+    steps: dict[str, StepTotals]
+    """By `STEP_KINDS`."""
 
     def seconds_at(self, row: int) -> float:
         """Seconds after which `row` rows were computed, spread evenly over a step."""
@@ -298,21 +227,28 @@ class Bench:
         prompts[:, : len(prefix)] = prefix
 
         rows: list[tuple[int, float]] = []
-        rows_before, start = engine.stats().rows, perf_counter()
+        timings: list[Timing] = []
+        stats_before, start = engine.stats(), perf_counter()
         tokens: dict[str, list[float]] = {
             engine.add_request(prompt, params): [] for prompt in prompts.tolist()
         }
         while engine.has_work:
             updates, now = engine.step(), perf_counter() - start
-            rows.append((engine.stats().rows - rows_before, now))
+            rows.append((engine.stats().rows - stats_before.rows, now))
             for update in updates:
                 times, count = tokens[update.request_id], len(update.token_ids)
                 before = times[-1] if times else now
                 # Tokens of one update arrive together; spread them evenly over the step.
                 times += [before + (now - before) * (i + 1) / count for i in range(count)]
-                if update.result and update.result.error:
-                    raise update.result.error
-        return Run(list(tokens.values()), rows)
+                if result := update.result:
+                    timings.append(result.timing)
+                    if result.error:
+                        raise result.error
+        stats = engine.stats()
+        steps = {
+            kind: getattr(stats, kind).minus(getattr(stats_before, kind)) for kind in STEP_KINDS
+        }
+        return Run(list(tokens.values()), rows, timings, steps)
 
 
 class SpeedLimits:
@@ -323,6 +259,9 @@ class SpeedLimits:
         self._program = lower_program(config.backend, traced, checkpoint.tensors)
         self._machine = machine
         self._kv_bytes = number_bytes(self._program.kv_groups, config.kv_format)
+        self.meter = UseMeter(
+            self._program, self._kv_bytes, roofs_of(machine), known_reaches(config.backend)
+        )
 
     def prompt(self, tokens: int, depth: int) -> float:
         seconds = self._prefill_seconds(depth + tokens) - self._prefill_seconds(depth)
@@ -350,61 +289,87 @@ class SpeedLimits:
         return length / limit
 
 
-def _latency_row(
-    setup: BenchSetup,
-    kind: str,
-    tokens: int,
-    depth: int,
-    seconds: list[float],
-    runs: list[Run],
-    limit: float,
-) -> LatencyRow:
-    speed = tokens / median(seconds)
-    first_tokens = [run.tokens[0][0] for run in runs]
-    return LatencyRow(
-        setup=setup,
-        test=f"{kind}{tokens}",
-        depth=depth,
-        tokens_per_second=speed,
-        tokens_per_second_min=tokens / max(seconds),
-        tokens_per_second_max=tokens / min(seconds),
-        ms_per_token=1000 / speed,
-        first_token=median(first_tokens),
-        limit=limit,
-        share_of_limit=speed / limit,
-        peak_memory=host.peak_memory(),
-        samples={"seconds": seconds, "first_token": first_tokens},
-    )
+class _RowMaker:
+    def __init__(self, setup: BenchSetup, meter: UseMeter, price: float | None) -> None:
+        self._setup = setup
+        self._meter = meter
+        self._price = price
+
+    def latency(
+        self,
+        kind: str,
+        tokens: int,
+        depth: int,
+        seconds: list[float],
+        runs: list[Run],
+        limit: float,
+    ) -> LatencyRow:
+        speed = tokens / median(seconds)
+        first_tokens = [run.tokens[0][0] for run in runs]
+        steps = "prompt_steps" if kind == "pp" else "decode_steps"
+        return LatencyRow(
+            setup=self._setup,
+            test=f"{kind}{tokens}",
+            depth=depth,
+            tokens_per_second=speed,
+            tokens_per_second_min=tokens / max(seconds),
+            tokens_per_second_max=tokens / min(seconds),
+            ms_per_token=1000 / speed,
+            first_token=median(first_tokens),
+            limit=limit,
+            share_of_limit=speed / limit,
+            peak_memory=host.peak_memory(),
+            timing=_mean_timing(runs),
+            use=self._meter.of(reduce(StepTotals.plus, [run.steps[steps] for run in runs])),
+            dollars_per_million=self._cost(median(seconds), tokens),
+            samples={"seconds": seconds, "first_token": first_tokens},
+        )
+
+    def throughput(
+        self, run: Run, prompt_tokens: int, output_tokens: int, limit: float
+    ) -> ThroughputRow:
+        times = np.array(run.tokens)  # [requests, output tokens]
+        num_requests = len(times)
+        first, between = times[:, 0], np.diff(times).reshape(-1)
+        seconds = float(times.max())
+        speed = times.size / seconds
+        uses = {kind.removesuffix("_steps"): self._meter.of(run.steps[kind]) for kind in STEP_KINDS}
+        prompt_seconds = run.steps["prompt_steps"].seconds
+        prompt = self._cost(prompt_seconds, num_requests * prompt_tokens)
+        output = self._cost(seconds - prompt_seconds, times.size)
+        return ThroughputRow(
+            setup=self._setup,
+            test=f"{num_requests} x ({prompt_tokens} + {output_tokens})",
+            concurrency=num_requests,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            tokens_per_second=speed,
+            first_token=_percentile(first, 50),
+            first_token_p95=_percentile(first, 95),
+            between_tokens=_percentile(between, 50),
+            between_tokens_p95=_percentile(between, 95),
+            limit=limit,
+            share_of_limit=speed / limit,
+            peak_memory=host.peak_memory(),
+            timing=_mean_timing([run]),
+            uses={kind: use for kind, use in uses.items() if use},
+            dollars_per_million=(
+                None if prompt is None or output is None else {"prompt": prompt, "output": output}
+            ),
+            samples={
+                "seconds": seconds,
+                "first_token": first.tolist(),
+                "between_tokens": between.round(6).tolist(),
+            },
+        )
+
+    def _cost(self, seconds: float, tokens: int) -> float | None:
+        return None if self._price is None else per_million(self._price, seconds, tokens)
 
 
-def _throughput_row(
-    setup: BenchSetup, run: Run, prompt_tokens: int, output_tokens: int, limit: float
-) -> ThroughputRow:
-    times = np.array(run.tokens)  # [requests, output tokens]
-    num_requests = len(times)
-    first, between = times[:, 0], np.diff(times).reshape(-1)
-    seconds = float(times.max())
-    speed = times.size / seconds
-    return ThroughputRow(
-        setup=setup,
-        test=f"{num_requests} x ({prompt_tokens} + {output_tokens})",
-        concurrency=num_requests,
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        tokens_per_second=speed,
-        first_token=_percentile(first, 50),
-        first_token_p95=_percentile(first, 95),
-        between_tokens=_percentile(between, 50),
-        between_tokens_p95=_percentile(between, 95),
-        limit=limit,
-        share_of_limit=speed / limit,
-        peak_memory=host.peak_memory(),
-        samples={
-            "seconds": seconds,
-            "first_token": first.tolist(),
-            "between_tokens": between.round(6).tolist(),
-        },
-    )
+def _mean_timing(runs: list[Run]) -> Timing:
+    timings = [astuple(timing) for run in runs for timing in run.timings]
+    return Timing(*map(mean, zip(*timings, strict=True)))
 
 
 def _percentile(values: NDArray[np.float64], percent: int) -> float | None:

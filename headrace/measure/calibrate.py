@@ -195,7 +195,7 @@ def _measure_drafts(
     on_progress: ProgressCallback,
 ) -> tuple[MeasuredDraft, ...]:
     program = trace_model(checkpoint.spec, checkpoint.tensors)
-    kv, draft_kv = fit_memory(config, checkpoint, program, draft_checkpoints, text.length)
+    kv, draft_kv, _ = fit_memory(config, checkpoint, program, draft_checkpoints, text.length)
     on_progress("writing a text", 0.0)
     target = compile_program(
         config.backend, program, checkpoint.tensors, kv, config.threads or usable_cores()

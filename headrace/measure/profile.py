@@ -23,6 +23,8 @@ from headrace.model import trace_model
 from headrace.planner import hardware
 from headrace.planner.fit import Fit
 from headrace.planner.hardware import READ_BYTES, Machine
+from headrace.planner.step_time import known_reaches
+from headrace.planner.utilisation import UseMeter, roofs_of
 from headrace.program.kv import number_bytes, token_bytes
 from headrace.program.moe import Experts
 from headrace.program.trace import Program
@@ -71,16 +73,24 @@ def profile(
     fitting, skipped = _fitting_phases(requested, checkpoint, config)
     measured = _measure(model, checkpoint, config, fitting, turns, on_progress)
     machine = median_machine(measured.machines)
+    meter = UseMeter(
+        measured.program,
+        number_bytes(traced.kv_groups, config.kv_format),
+        roofs_of(machine),
+        known_reaches(config.backend),
+    )
+    profiles = [
+        account_phase(phase, measured.program, machine, rounds)
+        for phase, rounds in zip(fitting, measured.rounds, strict=True)
+    ]
     return ProfileReport(
         model=model,
         spec=checkpoint.spec,
         kv_dtype=config.kv_format,
         machines=measured.machines,
         machine=machine,
-        profiles=[
-            account_phase(phase, measured.program, machine, rounds)
-            for phase, rounds in zip(fitting, measured.rounds, strict=True)
-        ],
+        profiles=profiles,
+        uses=[meter.of_steps(profile.phase.steps, profile.wall) for profile in profiles],
         skipped=skipped,
         experts=measured.experts,
     )

@@ -9,6 +9,7 @@ from headrace.measure.experts import ExpertProfile
 from headrace.measure.op_profile import OpProfile, PhaseProfile
 from headrace.model.spec import ModelSpec
 from headrace.planner.hardware import Machine
+from headrace.planner.utilisation import StepUse
 from headrace.record import frozen
 
 
@@ -22,6 +23,8 @@ class ProfileReport:
     machine: Machine
     """The median measurement, to which shares and limits refer."""
     profiles: Sequence[PhaseProfile]
+    uses: Sequence[StepUse]
+    """Use of the machine by the steps of each phase, and their predicted time."""
     skipped: Mapping[str, str]
     experts: Sequence[ExpertProfile] = ()
     """Empty for a model without experts."""
@@ -53,7 +56,10 @@ class ProfileReport:
             "threads": self.machine.threads,
             "machine": _machine_facts(self.machine),
             "measurements": [_machine_facts(machine) for machine in self.machines],
-            "phases": [self._phase_facts(profile) for profile in self.profiles],
+            "phases": [
+                self._phase_facts(profile) | {"use": use.facts()}
+                for profile, use in zip(self.profiles, self.uses, strict=True)
+            ],
             "skipped": dict(self.skipped),
             "experts": [_expert_facts(experts) for experts in self.experts],
         }

@@ -55,6 +55,8 @@ class MachineFile:
     cache: Figure | None = None
     """Last-level cache."""
     price: Figure | None = None
+    devices: tuple[str, ...] = ()
+    """Names that drivers report."""
 
     @property
     def is_gpu(self) -> bool:
@@ -100,6 +102,12 @@ def read_machine(name: str) -> MachineFile:
     return parse_machine(name, tomllib.loads(path.read_text()))
 
 
+def machine_file_of(machine: Machine) -> MachineFile | None:
+    """The file of a GPU that is here, by the name that its driver reports."""
+    files = map(read_machine, machine_names()) if machine.is_gpu else ()
+    return next((found for found in files if machine.cpu in found.devices), None)
+
+
 def parse_machine(key: str, record: Mapping[str, Any]) -> MachineFile:
     """Check a record of a file. Raises FormatError that names the field."""
     try:
@@ -118,6 +126,7 @@ def parse_machine(key: str, record: Mapping[str, Any]) -> MachineFile:
             links=_figures(key, "link", figures.pop("link", {}), sources),
             cache=_optional(key, "cache", figures.pop("cache", None), sources),
             price=_optional(key, "price", figures.pop("price", None), sources),
+            devices=tuple(record.get("devices", ())),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise FormatError(f"machine '{key}': a field is missing or malformed: {error}") from None

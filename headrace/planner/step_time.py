@@ -161,6 +161,14 @@ class _Equals(NamedTuple):
     part: str
 
 
+def equal_ops(program: Program) -> list[tuple[Op, int]]:
+    """One op of each cost, and the number of ops with this cost."""
+    by_cost: dict[Hashable, list[Op]] = {}
+    for op in program.ops:
+        by_cost.setdefault(_cost_key(op), []).append(op)
+    return [(ops[0], len(ops)) for ops in by_cost.values()]
+
+
 class _StageTimer:
     """Predicts the time of steps of one program."""
 
@@ -169,14 +177,9 @@ class _StageTimer:
     ) -> None:
         self._machine, self._reaches, self._link = machine, reaches, link
         one_row = StepSize(((0, 1),), 1, 2.0)
-        by_cost: dict[Hashable, list[Op]] = {}
-        for op in program.ops:
-            by_cost.setdefault(_cost_key(op), []).append(op)
         equals = [
-            _Equals(
-                ops[0], len(ops), "exchanges" if ops[0].link_bytes(one_row) else class_of(ops[0])
-            )
-            for ops in by_cost.values()
+            _Equals(op, calls, "exchanges" if op.link_bytes(one_row) else class_of(op))
+            for op, calls in equal_ops(program)
         ]
         self._attention = [one for one in equals if isinstance(one.op, Attention)]
         # Most ops depend on the rows of a step alone, and the head on the logit rows.

@@ -112,6 +112,10 @@ class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only
     """Of Headrace, whose kernels may round differently from version to version."""
     adapters: dict[str, str] = {}
     """Digests of the adapters of `Setup`, by name."""
+    memory: int = 0
+    """Bytes that were available before the model was loaded; 0: unknown."""
+    runtime: int = 0
+    """Bytes reserved for everything except weights and KV."""
 
 
 class Log(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -156,6 +160,7 @@ class Ended(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True
     prompt_logprobs: list[Logprobs | None] | None = None
     embedding: bytes | None = None
     """The pooled embedding: float32, little endian."""
+    detokenise: float = 0.0
 
 
 class Report(msgspec.Struct, array_like=True, tag=True, frozen=True):

@@ -25,7 +25,7 @@ from headrace.loader.load import load_engine, open_model
 from headrace.model.spec import ModelSpec
 from headrace.outputs import RequestOutput, Update
 from headrace.remote import frames
-from headrace.stats import BlockMap, Holding, Stats
+from headrace.stats import STEP_KINDS, BlockMap, Holding, Stats, StepTotals
 
 if TYPE_CHECKING:
     from headrace.parallel.launch import Launcher
@@ -173,6 +173,7 @@ def ended_event(request_id: str, result: RequestOutput) -> frames.Ended:
         queue=timing.queue,
         prefill=timing.prefill,
         decode=timing.decode,
+        detokenise=timing.detokenise,
         error=refused_event(request_id, result.error) if result.error else None,
         prompt_logprobs=result.prompt_logprobs,
         embedding=None if embedding is None else embedding.astype("<f4").tobytes(),
@@ -186,6 +187,9 @@ def report_of(stats: Stats) -> frames.Report:
         if isinstance(value, int | float)
     }
     figures |= {name: float(getattr(stats, name)) for name in _KV_FIGURES}
+    for name in STEP_KINDS:
+        totals: StepTotals = getattr(stats, name)
+        figures |= {f"{name}.{key}": float(value) for key, value in totals._asdict().items()}
     drafts = {
         name: [float(counts.steps), float(counts.proposed), float(counts.accepted)]
         for name, counts in stats.drafts.items()
@@ -244,6 +248,8 @@ def engine_info(opened: OpenedEngine) -> frames.EngineInfo:
         threads=config.threads,
         backend=config.backend,
         lossy=config.lossy,
+        memory=limits.memory,
+        runtime=limits.runtime,
         activations=config.activations,
         block_size=limits.kv.block_size,
         latent_attention=config.latent_attention,

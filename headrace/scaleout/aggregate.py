@@ -7,8 +7,12 @@ import msgspec
 
 from headrace.remote import frames
 from headrace.remote.replica_status import ReplicaStatus
+from headrace.stats import STEP_KINDS, StepTotals
 
-_SUMMED_INFO = ("max_num_seqs", "kv_tokens", "kv_bytes", "weight_bytes", "threads")
+_SUMMED_INFO = (
+    *("max_num_seqs", "kv_tokens", "kv_bytes", "weight_bytes", "threads"),
+    *("memory", "runtime"),
+)
 _COUNTERS = (
     "steps",
     "rows",
@@ -26,6 +30,7 @@ _COUNTERS = (
     "finished",
     "aborted",
     "refused",
+    *(f"{kind}.{field}" for kind in STEP_KINDS for field in StepTotals._fields),
 )
 _MAXIMA = ("step_seconds",)
 _KV_SHARES = ("occupancy", "waste")

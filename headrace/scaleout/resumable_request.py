@@ -85,11 +85,13 @@ class ResumableRequest:
         now = self._clock()
         first_token = now if self._first_token is None else self._first_token
         queue = min(ended.queue, first_token - self._started)
+        detokenise = min(ended.detokenise, now - first_token)
         return msgspec.structs.replace(
             ended,
             queue=queue,
             prefill=first_token - self._started - queue,
-            decode=now - first_token,
+            decode=now - first_token - detokenise,
+            detokenise=detokenise,
         )
 
     def end_without_replica(self) -> frames.Ended | None:

@@ -3,7 +3,6 @@ import logging
 from base64 import b64decode
 from binascii import Error as Base64Error
 from collections.abc import Iterable, Mapping
-from time import monotonic
 
 from headrace.errors import HeadraceError
 from headrace.server.cors import cors_headers, is_preflight, respond_to_preflight
@@ -54,7 +53,6 @@ class AsgiApp:
         if scope["type"] != "http":  # a websocket; uvicorn is told to send no lifespan events
             return
         http = HttpExchange(scope, receive, send, self._settings)
-        start = monotonic()
         try:
             await self._respond(http)
         except Disconnected:
@@ -62,7 +60,7 @@ class AsgiApp:
         except Exception as error:
             await self._respond_with_error(http, error)
         finally:
-            http.record.seconds = monotonic() - start
+            http.record.end(http.stopwatch)
             for observer in self._observers:
                 observer(http.record)
 

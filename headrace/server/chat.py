@@ -139,7 +139,7 @@ class _Response:
             "object": "chat.completion",
             "choices": choices,
             "usage": self._generation.usage.as_json(),
-            "timing": self._generation.timing,
+            "timing": self._generation.timer.timing,
         }
         if self._request.return_token_ids:
             body["prompt_token_ids"] = self._generation.prompt_token_ids
@@ -228,7 +228,7 @@ class _Response:
                 "object": "chat.completion.chunk",
                 "choices": [],
                 "usage": self._generation.usage.as_json(),
-                "timing": self._generation.timing,
+                "timing": self._generation.timer.timing,
             }
         )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from functools import partial
+from operator import itemgetter
 from time import time
 from typing import Any, Unpack
 from uuid import uuid4
@@ -59,7 +60,8 @@ async def completions(http: HttpExchange, state: ServerState) -> None:
         )
         async with state.submit(http, prompts, params, options) as streams:
             model = adapter or state.settings.model_name
-            response = _Response(state, request, params, model, prompts, texts)
+            timers = [RequestTimer(state.metrics, http.stopwatch) for _ in prompts]
+            response = _Response(state, request, params, model, prompts, texts, timers)
             if request.stream:
                 await http.stream_events(response.events(streams), state.settings.keepalive_seconds)
             else:
@@ -155,8 +157,9 @@ class _Response:
         model: str,
         prompts: list[list[int]],
         texts: Sequence[str | list[int]],
+        timers: Sequence[RequestTimer],
     ) -> None:
-        """`texts` are the prompts as they came: texts, or token ids."""
+        """`texts` are the prompts as they came: texts, or token ids. `timers` are theirs."""
         self._tokenizer = state.tokenizer
         self._request = request
         self._params = params
@@ -175,7 +178,7 @@ class _Response:
             "model": model,
         }
         self._usage = Usage(sum(map(len, prompts)))
-        self._timers = [RequestTimer(state.metrics) for _ in prompts]
+        self._timers = timers
         self._echoes = [""] * len(prompts)
         if request.echo:
             is_cut = request.truncate_prompt_tokens is not None
@@ -196,8 +199,12 @@ class _Response:
         return self._head | {
             "choices": [self._choice(i, i // n, choice) for i, choice in enumerate(kept)],
             "usage": self._usage.as_json(),
-            "timing": self._timers[0].timing,
+            "timing": self._timing(),
         }
+
+    def _timing(self) -> dict[str, float]:
+        """Of the prompt that took longest."""
+        return min((timer.timing for timer in self._timers), key=itemgetter("network"))
 
     def _best(self, number: int, choices: list[Choice]) -> list[Choice]:
         """The choices of a prompt, by mean log-probability if `best_of` makes more than `n`."""
@@ -227,7 +234,7 @@ class _Response:
                     chunk["usage"] = self._usage.as_json() if always_with_usage else None
                 yield sse_event(chunk)
             if with_usage:
-                usage, timing = self._usage.as_json(), self._timers[0].timing
+                usage, timing = self._usage.as_json(), self._timing()
                 yield sse_event(self._head | {"choices": [], "usage": usage, "timing": timing})
             yield SSE_DONE
         except Exception as error:

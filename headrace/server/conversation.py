@@ -3,7 +3,7 @@
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.errors import RequestError
@@ -81,8 +81,6 @@ class Generation:
     """Of each output, if the request demands calls and allows several."""
     include_reasoning: bool = True
     stream_interval: int | None = None
-    timing: dict[str, float] = field(default_factory=dict)
-    """Seconds in the queue, in prefill and in decoding; set when the generation ends."""
 
     async def chunks(self) -> AsyncIterator[OutputChunk]:
         """Yield each step's output. Raises the error that ended the generation."""
@@ -90,7 +88,7 @@ class Generation:
         async for event in self._outputs():
             if isinstance(event, frames.Ended):
                 self.timer.end(event)
-                self.usage.cached, self.timing = event.cached_tokens, self.timer.timing
+                self.usage.cached = event.cached_tokens
                 self.prompt_logprobs = event.prompt_logprobs
                 continue
             self.usage.completion += len(event.token_ids)
@@ -185,7 +183,7 @@ async def generate(
                 stream=stream,
                 parsers=[parsers.parser() for _ in range(params.n)],
                 repeated_calls=parsers.repeated_calls(),
-                timer=RequestTimer(state.metrics),
+                timer=RequestTimer(state.metrics, http.stopwatch),
                 prompt_token_ids=prompt,
                 include_reasoning=conversation.include_reasoning,
                 stream_interval=conversation.stream_interval,

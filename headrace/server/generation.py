@@ -18,6 +18,7 @@ from headrace.server.openai_records import Sampling, SharedSampling
 from headrace.server.output_parsers.parser import OutputFormat
 from headrace.server.response_format import structured_outputs
 from headrace.server.state import timeout_error, unsigned_seed
+from headrace.server.stopwatch import Stopwatch
 
 _CONVERTED = (
     "max_tokens",
@@ -187,12 +188,14 @@ class StreamInterval:
 
 
 class RequestTimer:
-    def __init__(self, metrics: Metrics) -> None:
+    """Measures one prompt of the request that `stopwatch` measures."""
+
+    def __init__(self, metrics: Metrics, stopwatch: Stopwatch) -> None:
         self._metrics = metrics
+        self._stopwatch = stopwatch
         self._start = monotonic()
         self._last_tokens: dict[int, float] = {}
-        self.timing: dict[str, float] = {}
-        """Seconds in the queue, in prefill and in decoding; set when the request ends."""
+        self._ended: frames.Ended | None = None
 
     def add_tokens(self, index: int, count: int) -> None:
         """Measure tokens of the sequence `index`, when they arrive."""
@@ -206,4 +209,9 @@ class RequestTimer:
     def end(self, ended: frames.Ended) -> None:
         if ended.error:
             raise RefusedError(ended.error.kind, ended.error.message)
-        self.timing = {"queue": ended.queue, "prefill": ended.prefill, "decode": ended.decode}
+        self._ended = ended
+
+    @property
+    def timing(self) -> dict[str, float]:
+        """Parts of the time until now, in seconds, after the end of the request."""
+        return self._stopwatch.parts(self._ended) if self._ended else {}

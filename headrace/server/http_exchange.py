@@ -17,6 +17,7 @@ from headrace.server.field_table import refuse_unserved
 from headrace.server.field_types import TokenId
 from headrace.server.request_record import RequestRecord
 from headrace.server.settings import Settings
+from headrace.server.stopwatch import Stopwatch
 from headrace.server.surrogates import mend_surrogates
 
 # The types of ASGI 3.
@@ -50,6 +51,7 @@ class HttpExchange:
     """One HTTP request and its response, which one call of a `respond` or `stream` method sends."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, settings: Settings) -> None:
+        self.stopwatch = Stopwatch()
         self.scope = scope
         self.path: str = scope["path"]
         """Path of the route."""
@@ -121,6 +123,7 @@ class HttpExchange:
             )
             error.headers["connection"] = "close"
             raise error from None
+        self.stopwatch.body_received()
         return decode(body, encodings, self._settings.max_body_bytes)
 
     async def _receive_body(self) -> bytes:

@@ -13,9 +13,12 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from headrace.planner.money import per_million
 from headrace.remote.engine import RemoteEngine
 from headrace.remote.stream import Stream
 from headrace.server.request_record import CLIENT_LEFT, RequestRecord
+from headrace.server.step_watch import StepWatch
+from headrace.stats import STEP_KINDS
 
 _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -133,12 +136,27 @@ _HISTOGRAMS = {
     "prefill": _Name(
         "headrace_prefill_seconds",
         ("vllm:request_prefill_time_seconds",),
-        "Seconds from the first step of a request to its first token.",
+        "Seconds of the steps of a request until its first token.",
     ),
     "decode": _Name(
         "headrace_decode_seconds",
         ("vllm:request_decode_time_seconds",),
-        "Seconds from the first token of a request to its end.",
+        "Seconds of the steps of a request after its first token.",
+    ),
+    "detokenise": _Name(
+        "headrace_detokenise_seconds",
+        (),
+        "Seconds of a request after the results of its steps: tokens and text of all requests.",
+    ),
+    "tokenise": _Name(
+        "headrace_tokenise_seconds",
+        (),
+        "Seconds from the body of a request to its queue: JSON, template, tokens.",
+    ),
+    "network": _Name(
+        "headrace_network_seconds",
+        (),
+        "Other seconds of a request at this server: its body, its response, and other requests.",
     ),
     "inference": _Name(
         "headrace_inference_seconds",
@@ -169,6 +187,24 @@ _HISTOGRAMS = {
         "headrace_request_outputs", ("vllm:request_params_n",), "Outputs (`n`) of a request."
     ),
 }
+_SHARES = ("mbu", "mfu")
+_STEP_GAUGES = {
+    "seconds": _Name("headrace_mean_step_seconds", (), "Mean seconds of the last steps."),
+    "predicted": _Name(
+        "headrace_predicted_step_seconds", (), "Seconds that the planner predicts for these steps."
+    ),
+    "mbu": _Name(
+        "headrace_mbu_ratio", (), "Share of the bandwidth that the last steps needed, by roof."
+    ),
+    "mfu": _Name(
+        "headrace_mfu_ratio", (), "Share of the arithmetic that the last steps needed, by roof."
+    ),
+    "dollars": _Name(
+        "headrace_dollars_per_million_tokens",
+        (),
+        "Price of the last steps for a million tokens of a prompt, or of an output.",
+    ),
+}
 _TOKEN_HISTOGRAMS = (
     *("request_prompt", "request_output", "longest_output"),
     *("max_tokens", "num_outputs"),
@@ -185,8 +221,17 @@ _ERRORS = _Name("headrace_error_responses", (), "Error responses by code.")
 class Metrics:
     """The metrics of one server."""
 
-    def __init__(self, engine: RemoteEngine, model_name: str) -> None:
+    def __init__(
+        self,
+        engine: RemoteEngine,
+        model_name: str,
+        watch: StepWatch | None = None,
+        price: float | None = None,
+    ) -> None:
+        """`price` is that of the machine, in dollars per hour."""
         self._engine = engine
+        self._watch = watch
+        self._price = price
         self._ours = {"model_name": model_name, "version": version("headrace")}
         self._theirs = {"model_name": model_name, "engine": "0"}
         self._registry = CollectorRegistry()
@@ -206,8 +251,14 @@ class Metrics:
             self._finished.labels(reason)
         self.recent_first_tokens: deque[tuple[float, float]] = deque(maxlen=_MAX_RECENT)
         """Epoch seconds and time to first token in seconds, of the latest requests."""
+        self.recent_parts: deque[tuple[float, dict[str, float]]] = deque(maxlen=_MAX_RECENT)
+        """Epoch seconds of the end, and parts in seconds, of the latest requests."""
 
     def request_ended(self, record: RequestRecord) -> None:
+        if record.engine_seconds:
+            self._observe("tokenise", record.tokenise)
+            self._observe("network", record.network)
+            self.recent_parts.append((time(), record.parts))
         if record.error and 400 <= record.status != CLIENT_LEFT:
             self._errors.labels(record.error).inc()
 
@@ -235,7 +286,8 @@ class Metrics:
         self._observe("queue", ended.queue)
         self._observe("prefill", ended.prefill)
         self._observe("decode", ended.decode)
-        self._observe("inference", ended.prefill + ended.decode)
+        self._observe("detokenise", ended.detokenise)
+        self._observe("inference", ended.prefill + ended.decode + ended.detokenise)
         self._observe("request_prompt", ended.prompt_tokens)
         self._observe("request_output", num_tokens)
         self._observe("longest_output", max(by_output.values(), default=0))
@@ -246,7 +298,8 @@ class Metrics:
             self._observe("max_tokens", params.max_tokens)
         per_sequence = num_tokens / max(1, len(stream.finish_reasons))
         if per_sequence > 1:
-            self._observe("per_token", ended.decode / (per_sequence - 1))
+            seconds = ended.decode + ended.detokenise
+            self._observe("per_token", seconds / (per_sequence - 1))
 
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
@@ -278,7 +331,33 @@ class Metrics:
         )
         restarts.add_metric(list(self._ours.values()), self._engine.restarts)
         yield restarts
+        yield from self._step_uses(report.figures)
         yield from self._cache_config()
+
+    def _step_uses(self, figures: Mapping[str, float]) -> Iterator[Metric]:
+        """The use of the machine by the last seconds' steps; 0 without a step."""
+        uses = self._watch.uses(figures) if self._watch else {}
+        labels = [*self._ours, "steps"]
+        gauges = {
+            key: GaugeMetricFamily(
+                name.ours, name.text, labels=[*labels, *(["roof"] if key in _SHARES else [])]
+            )
+            for key, name in _STEP_GAUGES.items()
+        }
+        for kind in STEP_KINDS:
+            use, values = uses.get(kind), [*self._ours.values(), kind.removesuffix("_steps")]
+            gauges["seconds"].add_metric(values, use.seconds if use else 0.0)
+            if use is None:
+                continue
+            if use.predicted:
+                gauges["predicted"].add_metric(values, use.predicted)
+            if self._price is not None and use.tokens:
+                cost = per_million(self._price, use.seconds, use.tokens)
+                gauges["dollars"].add_metric(values, cost)
+            for key in _SHARES:
+                for roof, share in getattr(use, key).items():
+                    gauges[key].add_metric([*values, roof], share)
+        yield from gauges.values()
 
     def _names(self, name: _Name) -> Iterator[tuple[str, Mapping[str, str]]]:
         yield name.ours, self._ours

@@ -11,6 +11,7 @@ from uuid import uuid4
 from headrace.remote.errors import EngineError
 from headrace.remote.stream import Stream
 from headrace.server.errors import as_api_error
+from headrace.server.stopwatch import Stopwatch, engine_parts
 
 _log = logging.getLogger("headrace.requests")
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -25,6 +26,8 @@ _UNLOGGED_PREFIXES = (
     "/worker/status",
 )
 
+PARTS = ("tokenise", "queue", "prefill", "decode", "detokenise", "network")
+"""Parts of the time of a request, which sum to it."""
 CLIENT_LEFT = 499
 """Status of a request whose client disconnected before the response, as in nginx."""
 
@@ -48,10 +51,14 @@ class RequestRecord:
     cached_tokens: int = 0
     output_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
-    # Times of the prompt that took longest, if there are several.
+    # Parts of the time; the engine's are 0 if the client left. Of several prompts the one that
+    # took longest counts.
+    tokenise: float = 0.0
     queue: float = 0.0
     prefill: float = 0.0
     decode: float = 0.0
+    detokenise: float = 0.0
+    network: float = 0.0
     error: str = ""
 
     @classmethod
@@ -71,8 +78,22 @@ class RequestRecord:
             self.error = self.error or stream.error.kind
         if ended := stream.ended:
             self.cached_tokens += ended.cached_tokens
-            times = [(item.queue, item.prefill, item.decode) for item in (self, ended)]
-            self.queue, self.prefill, self.decode = max(times, key=sum)
+            parts = engine_parts(ended)
+            if sum(parts.values()) > self.engine_seconds:
+                self.queue, self.prefill, self.decode, self.detokenise = parts.values()
+
+    @property
+    def engine_seconds(self) -> float:
+        return self.queue + self.prefill + self.decode + self.detokenise
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in PARTS}
+
+    def end(self, stopwatch: Stopwatch) -> None:
+        self.seconds, self.tokenise = stopwatch.seconds, stopwatch.tokenise
+        if self.engine_seconds:
+            self.network = max(0.0, self.seconds - self.tokenise - self.engine_seconds)
 
 
 Observer = Callable[[RequestRecord], None]

@@ -40,6 +40,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether control tokens in messages and tools stay text."""
     strict_schemas: bool = True
     """Whether a schema keyword that no grammar enforces is an error, if a request does not say."""
+    price: float | None = None
+    """Dollars an hour of the machine."""
     worker: bool = False
     """Whether to serve the routes for a frontend, which chooses the scopes of the prefix cache."""
     allow_adapter_changes: bool = False

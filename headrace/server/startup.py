@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from time import monotonic
 
+from headrace.backend import lower_program
 from headrace.checkpoint.fingerprint import fingerprint, weights_digest
 from headrace.config import EngineConfig
 from headrace.errors import HeadraceError
@@ -19,6 +20,7 @@ from headrace.server.output_parsers.parser import OutputFormat
 from headrace.server.settings import Settings
 from headrace.server.state import ServerState
 from headrace.server.step_roofline import StepRoofline
+from headrace.server.step_watch import StepWatch
 
 _NEWS_SECONDS = 30.0
 
@@ -50,12 +52,13 @@ async def start_server(
         if settings.worker:
             model_fingerprint = await asyncio.to_thread(fingerprint, checkpoint, tokenizer)
             weights = await asyncio.to_thread(weights_digest, checkpoint)
-        del checkpoint  # closes its files
 
         await _wait_for_engine(starting, engine)
         assert engine.info is not None, "a started engine has sent its info"
         prompt_reader.max_model_len = engine.info.max_model_len
-        roofline = await asyncio.to_thread(StepRoofline, program, engine.info)
+        lowered = lower_program(engine.info.backend, program, checkpoint.tensors)
+        del checkpoint  # closes its files
+        watch = await asyncio.to_thread(StepWatch, lowered, engine.info)
         yield ServerState(
             settings=settings,
             engine=engine,
@@ -63,8 +66,9 @@ async def start_server(
             tokenizer=tokenizer,
             advised_sampling=advised,
             output_format=output_format,
-            metrics=Metrics(engine, settings.model_name),
-            roofline=roofline,
+            metrics=Metrics(engine, settings.model_name, watch, settings.price),
+            roofline=StepRoofline(lowered, engine.info),
+            watch=watch,
             fingerprint=model_fingerprint,
             weights_digest=weights,
         )

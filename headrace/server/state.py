@@ -36,6 +36,7 @@ from headrace.server.metrics import Metrics
 from headrace.server.output_parsers.parser import OutputFormat
 from headrace.server.settings import Settings
 from headrace.server.step_roofline import StepRoofline
+from headrace.server.step_watch import StepWatch
 
 DROPPED_HEADER = "x-dropped-schema-keywords"
 """Header with the paths of schema keywords that the response need not have."""
@@ -73,6 +74,7 @@ class ServerState:
         output_format: OutputFormat,
         metrics: Metrics,
         roofline: StepRoofline,
+        watch: StepWatch,
         fingerprint: str = "",
         weights_digest: str = "",
     ) -> None:
@@ -84,6 +86,7 @@ class ServerState:
         self.output_format = output_format
         self.metrics = metrics
         self.roofline = roofline
+        self.watch = watch
         self.fingerprint = fingerprint
         """See `headrace.checkpoint.fingerprint`."""
         self.weights_digest = weights_digest
@@ -239,6 +242,7 @@ class ServerState:
         if admission:
             admission.streams = streams
             admission.check()
+        http.stopwatch.submitted()
         record, begun = http.record, time.monotonic()
         record.model = options.adapter or self.settings.model_name
         record.prompt_tokens = sum(map(len, prompts))

@@ -3,18 +3,21 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from importlib.metadata import version
+from statistics import mean
 from time import time
 from typing import Any
 
 import msgspec
 
+from headrace.planner.money import per_million
 from headrace.server.errors import ApiError
 from headrace.server.http_exchange import HttpExchange, sse_event
+from headrace.server.request_record import PARTS
 from headrace.server.state import ServerState
+from headrace.stats import ratio
 
 _EVENT_SECONDS = 0.5
-_FIRST_TOKEN_SECONDS = 120.0
-"""Seconds."""
+_RECENT_SECONDS = 120.0
 _MAX_STREAMS = 32
 
 
@@ -52,6 +55,42 @@ async def _events(state: ServerState) -> AsyncGenerator[bytes]:
         await asyncio.sleep(_EVENT_SECONDS)
 
 
+def _mean_parts(state: ServerState, now: float) -> dict[str, float]:
+    """Mean parts of the latest requests, in seconds; empty without one."""
+    recent = [parts for when, parts in state.metrics.recent_parts if when > now - _RECENT_SECONDS]
+    return {name: mean(parts[name] for parts in recent) for name in (PARTS if recent else ())}
+
+
+def _memory(state: ServerState) -> dict[str, float]:
+    """Bytes by what they hold; they sum to the memory that was available before the start."""
+    info, figures = state.engine.info, state.engine.report.figures
+    if info is None or not info.memory:
+        return {}
+    held = figures.get("kv_bytes_used", 0.0)
+    cached = info.kv_bytes * ratio(
+        figures.get("blocks_cached", 0.0), figures.get("blocks_total", 0.0)
+    )
+    parts = {
+        "weights": info.weight_bytes,
+        "KV held": held,
+        "KV cached": cached,
+        "KV free": info.kv_bytes - held - cached,
+        "runtime": info.runtime,
+    }
+    return parts | {"rest": max(0.0, info.memory - sum(parts.values()))}
+
+
+def _steps(state: ServerState) -> dict[str, Any]:
+    """Use of the machine by the last seconds' steps, and their price, by kind."""
+    price, found = state.settings.price, dict[str, Any]()
+    for kind, use in state.watch.uses(state.engine.report.figures).items():
+        dollars = None
+        if price is not None and use.tokens:
+            dollars = per_million(price, use.seconds, use.tokens)
+        found[kind] = use.facts() | {"dollars_per_million": dollars}
+    return found
+
+
 def _stats(state: ServerState) -> dict[str, Any]:
     engine, now = state.engine, time()
     report, roofline = engine.report, state.roofline
@@ -73,8 +112,11 @@ def _stats(state: ServerState) -> dict[str, Any]:
         "first_tokens": [
             (round(when, 2), round(seconds, 4))
             for when, seconds in state.metrics.recent_first_tokens
-            if when > now - _FIRST_TOKEN_SECONDS
+            if when > now - _RECENT_SECONDS
         ],
+        "latency": _mean_parts(state, now),
+        "memory": _memory(state),
+        "steps": _steps(state),
         "roofline": {
             "limits": roofline.limits(),
             "standing": roofline.last_step(report.figures),

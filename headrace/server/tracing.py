@@ -58,6 +58,7 @@ class Tracer:
             "gen_ai.latency.time_to_first_token": record.queue + record.prefill,
             "gen_ai.latency.e2e": record.seconds,
         }
+        attributes |= {f"headrace.latency.{part}": value for part, value in record.parts.items()}
         context = self._context.extract({"traceparent": record.traceparent})
         start, end = _nanoseconds(record.begun), _nanoseconds(record.begun + record.seconds)
         span = self._tracer.start_span(
@@ -66,10 +67,15 @@ class Tracer:
         if record.error or record.status >= 500:
             span.set_status(StatusCode.ERROR, record.error)
 
-        # The time before the queue is spent on reading the prompt.
-        phase_start = end - _nanoseconds(record.queue + record.prefill + record.decode)
-        for name in ("queue", "prefill", "decode"):
-            phase_end = phase_start + _nanoseconds(getattr(record, name))
+        # The time before the queue is spent on reading the prompt. Text is made between the steps.
+        phases = {
+            "queue": record.queue,
+            "prefill": record.prefill,
+            "decode": record.decode + record.detokenise,
+        }
+        phase_start = end - _nanoseconds(sum(phases.values()))
+        for name, seconds in phases.items():
+            phase_end = phase_start + _nanoseconds(seconds)
             phase = self._tracer.start_span(name, set_span_in_context(span), start_time=phase_start)
             phase.end(phase_end)
             phase_start = phase_end

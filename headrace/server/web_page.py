@@ -26,6 +26,7 @@ _NAMES = (
     "event_stream.js",
     "markdown.js",
     "dashboard.js",
+    "bars.js",
     "plots.js",
     "block_map.js",
     "roofline.js",

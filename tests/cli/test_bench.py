@@ -125,7 +125,8 @@ class TestBenchTable:
         )
         assert [
             line.split("  ")[0] for line in text.splitlines() if line.startswith(("pp", "tg"))
-        ] == [*("pp16", "pp40", "tg8", "pp16 @ d33", "pp40 @ d33", "tg8 @ d33")]
+        ] == 3 * [*("pp16", "pp40", "tg8", "pp16 @ d33", "pp40 @ d33", "tg8 @ d33")]
+        assert "MBU, measured" in text and "detokenise" in text and "$" not in text
         assert "a processor" in text and "Peak memory" in text and "3 runs" in text
 
     def test_throughput(
@@ -133,8 +134,10 @@ class TestBenchTable:
     ) -> None:
         file = tmp_path / "rows.jsonl"
         for times in (1, 2):
-            assert cli.main(["bench", "throughput", model, *THROUGHPUT, "--output", str(file)]) == 0
+            flags = (*THROUGHPUT, "--price", "2.5", "--output", str(file))
+            assert cli.main(["bench", "throughput", model, *flags]) == 0
             text = capsys.readouterr().out
+            assert "$ a million in" in text
             assert "1 x (20 + 6)" in text and "3 x (20 + 6)" in text and "between tokens" in text
             assert [json.loads(line)["concurrency"] for line in file.read_text().splitlines()] == [
                 1,

@@ -122,7 +122,7 @@ class TestSeveralResponses:
                 answer["usage"]["completion_tokens"] == len(answer["token_ids"]) <= 12
                 and answer["usage"]["prompt_tokens"] > 12
             )
-            assert answer["timing"].keys() == {"queue", "prefill", "decode"}
+            assert answer["timing"].keys() == {"queue", "prefill", "decode", "detokenise"}
         text = headrace(*self.PROMPT, "-n", "3", "--quiet")
         assert (
             text.stdout == SEPARATOR.join(answer["text"] for answer in answers) + "\n"

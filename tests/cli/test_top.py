@@ -17,10 +17,13 @@ from rich.console import Console
 from headrace.cli.engine_records import EngineWatcher
 from headrace.cli.main import main
 from headrace.cli.top_screen import bar, duration, screen, sparkline
+from headrace.cli.top_use import UseReader
 from headrace.engine import publish
 from headrace.engine.engine import Engine
 from headrace.errors import RequestError
+from headrace.planner.hardware import Machine
 from headrace.sampling_params import SamplingParams
+from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
 from tests.engine.toy import toy_engine
 
 
@@ -182,9 +185,9 @@ class TestReadRecords:
             "",
             "[]",
             '{"version": 99}',
-            '{"version": 2, "stats": {}}',
+            '{"version": 3, "stats": {}}',
             "\xff",
-            '{"version": 2, "stats": 3}',
+            '{"version": 3, "stats": 3}',
             "[" * 100_000,
             "9" * 5000,
         ]
@@ -222,6 +225,35 @@ class TestReadRecords:
             len(EngineWatcher(os.getpid()).read()) == 1
             and EngineWatcher(os.getpid() + 1).read() == []
         )
+
+
+def test_use_of_the_machine(
+    folder: Path,
+    write_gguf: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By all steps since the start, then by the last ones; none without the model's files."""
+    machine = Machine("a processor", "an isa", 1, 1e9, {"int8": 1e9, "bf16": 1e9, "f32": 1e9})
+    monkeypatch.setattr("headrace.planner.hardware.cached_machine", lambda *_: machine)
+    watcher, engine, reader = EngineWatcher(), busy_engine(threads=1, backend="cpu"), UseReader()
+    engine.path = str(write_gguf())
+    for steps in (1, 3):
+        for _ in range(steps):
+            engine._publisher._next = 0.0
+            engine.step()
+        (record,) = watcher.read()
+        uses = reader.read(record)
+    assert {kind: use.steps for kind, use in uses.items()} == {"decode_steps": 3}
+    use = uses["decode_steps"]
+    assert use.mbu["measured"] == pytest.approx(use.bytes / use.seconds / 1e9) and use.predicted
+
+    console = Console(width=120, record=True, file=StringIO())
+    console.print(screen([record], record["time"], 120, uses=uses))
+    (line,) = [line for line in console.export_text().splitlines() if line.startswith("decode")]
+    assert "MBU" in line and "MFU" in line and "predicted" in line
+
+    engine.path = "gone.gguf"
+    assert UseReader().read(record | {"path": "gone.gguf"}) == {}
 
 
 class TestTopScreen:

@@ -166,7 +166,7 @@ def test_each_rank_has_a_gpu(on: Callable[..., None], checkpoint: Checkpoint) ->
 
     def blocks(*free: int) -> int:
         on(two_gpus, *free)
-        kv, _ = memory.fit_memory(config, checkpoint, program, choices.DraftCheckpoints(), 64)
+        kv, _, _ = memory.fit_memory(config, checkpoint, program, choices.DraftCheckpoints(), 64)
         return kv.num_blocks[0]
 
     much, little = 2 * 10**9, 10**9 + 10**8

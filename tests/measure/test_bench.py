@@ -1,5 +1,6 @@
 """`bench_latency`, `bench_throughput`, and the runs and speed limits that they are made of."""
 
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ class TestPublicFunctions:
                 on_progress=lambda step, share: steps.append(step),
                 threads=1,
                 kv_dtype="f32",
+                price=3.6,
             )
         )
         assert [(row.test, row.depth) for row in rows] == [
@@ -57,16 +59,29 @@ class TestPublicFunctions:
             assert row.tokens_per_second_min <= row.tokens_per_second <= row.tokens_per_second_max
             assert row.setup.machine == MACHINE and row.setup.kv_dtype == "f32"
             assert row.facts()["kind"] == "latency" and row.facts()["threads"] == 1
+            # A dollar is 1,000 seconds.
+            assert row.dollars_per_million == pytest.approx(1000 / row.tokens_per_second)
+            # At depth 0 a prompt of one token is a decode step, too.
+            num_steps = 2 if row.test.startswith("pp") else 2 * (4 if row.depth else 5)
+            assert row.use and row.use.steps == num_steps
         assert steps[0] == "measuring this machine" and "4 tokens at depth 8" in steps
 
     def test_bench_throughput(self, model: str) -> None:
         rows = list(
             headrace.bench_throughput(
-                model, concurrency=[1, 2], prompt_tokens=8, output_tokens=3, threads=1
+                model, concurrency=[1, 2], prompt_tokens=8, output_tokens=3, threads=1, price=3.6
             )
         )
         assert [row.concurrency for row in rows] == [1, 2]
         assert all(row.facts()["kind"] == "throughput" and row.between_tokens for row in rows)
+        for row in rows:
+            count, cost = row.concurrency, row.dollars_per_million
+            assert cost and 1000 * row.samples["seconds"] == pytest.approx(
+                count * (8 * cost["prompt"] + 3 * cost["output"])
+            )
+            assert row.uses.keys() == {"prompt", "decode"}
+            seconds = row.samples["seconds"]
+            assert 0.5 * seconds < sum(astuple(row.timing)) <= seconds
 
     def test_lengths_are_checked_before_anything_is_measured(self, model: str) -> None:
         with pytest.raises(RequestError, match="a context of 302 tokens"):
@@ -79,7 +94,7 @@ class TestPublicFunctions:
 
 class TestBench:
     def test_time_within_a_step_is_shared_by_its_rows(self) -> None:
-        run = Run([[3.0]], [(10, 1.0), (20, 3.0)])
+        run = Run([[3.0]], [(10, 1.0), (20, 3.0)], [], {})
         assert [run.seconds_at(row) for row in (0, 5, 10, 15, 20)] == [0, 0.5, 1, 2, 3]
 
     def test_prompts_are_new_every_time_and_repeatable(

@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from headrace.measure.experts import ExpertProfile
 from headrace.measure.op_profile import OpProfile, PhaseProfile, decode_phase
 from headrace.measure.profile_report import ProfileReport
 from headrace.planner.hardware import Machine
+from headrace.planner.utilisation import StepUse
 from tests.tiny import tiny_model
 
 MACHINE = Machine("Zen 4", "avx512", 2, 40e9, {"int8": 800e9, "bf16": 400e9, "f32": 200e9})
@@ -68,6 +70,28 @@ UNTIMED_FACTS = {
 }
 
 
+USE = StepUse(
+    steps=2,
+    seconds=0.0025,
+    predicted=0.003,
+    bytes=1e6,
+    flops=2e6,
+    mbu={"measured": 0.4},
+    mfu={"measured": 0.1},
+)
+USE_FACTS = {
+    "steps": 2,
+    "seconds": 0.0025,
+    "predicted": 0.003,
+    "bytes": 1e6,
+    "flops": 2e6,
+    "mbu": {"measured": 0.4},
+    "mfu": {"measured": 0.1},
+    "tokens": 0.0,
+    "error": pytest.approx(0.2),
+}
+
+
 def test_profile_report_as_json() -> None:
     """Two steps of four sequences, three times: 5 ms at the median, of which the ops take 4; they
     could not take less than 4.
@@ -90,6 +114,7 @@ def test_profile_report_as_json() -> None:
         machines=[MACHINE, BUSY],
         machine=MACHINE,
         profiles=[profile],
+        uses=[USE],
         skipped={"prefill 9": "too long"},
         experts=[routing],
     )
@@ -110,6 +135,7 @@ def test_profile_report_as_json() -> None:
         "barriers_per_layer": 2.0,
         "outside_ops": 0.001,
         "ops": [LINEAR_FACTS, UNTIMED_FACTS],
+        "use": USE_FACTS,
     }
     experts = {
         "phase": "decode",

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from headrace.planner import hardware
 from tests.server.running import SECONDS, Running, running
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -33,6 +34,7 @@ PANELS = [
 @pytest.fixture(scope="module")
 def served(model: str) -> Iterator[Running]:
     flags = ("--threads", "1", "--kv-blocks", "512", "--proposer", "ngram")
+    hardware.measure(1)  # shares of the machine need its speed
     yield from running(model, *flags, f"--api-key={KEY}")
 
 

@@ -13,7 +13,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from headrace.errors import RequestError
-from headrace.server.request_record import RequestRecord
+from headrace.server.request_record import PARTS, RequestRecord
 from tests.server.running import Running, running, until
 
 CHAT = {
@@ -49,7 +49,9 @@ def test_log_line_has_tokens_and_times(logging_server: Running) -> None:
     for streamed in (False, True):
         reply = logging_server.post(
             "/v1/chat/completions",
-            CHAT | {"n": 2, "stream": streamed},
+            CHAT
+            | {"n": 2, "stream": streamed}
+            | ({"stream_options": {"include_usage": True}} if streamed else {}),
             {"x-request-id": f"mine-{streamed}"},
         )
         assert reply.headers["x-request-id"] == f"mine-{streamed}"
@@ -69,9 +71,13 @@ def test_log_line_has_tokens_and_times(logging_server: Running) -> None:
         assert (
             line["prefill"] > 0
             and line["decode"] > 0
-            and line["queue"] + line["prefill"] + line["decode"] <= line["seconds"]
+            and sum(line[part] for part in PARTS) == pytest.approx(line["seconds"])
         )
         assert "error" not in line
+        timing = (reply.events[-2] if streamed else reply.json)["timing"]
+        assert timing.keys() == set(PARTS)
+        assert all(timing[part] == line[part] for part in PARTS if part != "network")
+        assert 0 <= timing["network"] <= line["network"]  # the response was not written yet
     logging_server.post(
         "/v1/completions",
         {"prompt": ["one", "two"], "max_tokens": 3, "ignore_eos": True},

@@ -12,6 +12,7 @@ import pytest
 import headrace.server
 from headrace import LLM, SamplingParams
 from headrace.remote.host import blocks_of
+from headrace.server.request_record import PARTS
 from headrace.server.web_page import FILES, FOLDER
 from headrace.stats import BlockMap, GroupMap, Holding
 from tests.server.running import SECONDS, Running, running, until
@@ -172,6 +173,11 @@ class TestStats:
         came, after = stats["first_tokens"][-1]
         assert stats["started"] - 1 <= came <= stats["time"] + 1 and 0 <= after < SECONDS  # rounded
         assert stats["roofline"]["standing"] is None  # no request runs
+        assert list(stats["latency"]) == list(PARTS) and min(stats["latency"].values()) >= 0
+        held = stats["memory"]
+        assert sum(held.values()) == pytest.approx(engine["memory"])
+        assert held["weights"] == engine["weight_bytes"] and held["rest"] > 0
+        assert sum(held[part] for part in held if part.startswith("KV")) == engine["kv_bytes"]
 
     def test_stats_stream_until_disconnect(self, server: Running) -> None:
         with open_events(server) as connection:

@@ -167,7 +167,7 @@ class ResponseView {
 
   end() {
     if (this.frame) cancelAnimationFrame(this.frame);
-    const taken = this.timing?.decode ?? 0;
+    const taken = this.timing ? this.timing.decode + this.timing.detokenise : 0;
     const tokens = this.usage?.completion_tokens;
     const parts = [];
     if (tokens > 1 && taken > 0) parts.push(`${number((tokens - 1) / taken)} tokens/s`);

@@ -1,6 +1,7 @@
 // The engine's statistics, which the server sends twice a second while the page is open.
 
 import { address } from "./address.js";
+import * as bars from "./bars.js";
 import { follow } from "./block_map.js";
 import { byId, element, say } from "./dom.js";
 import { number, percent, seconds, si, whole } from "./format.js";
@@ -77,6 +78,7 @@ function take(stats) {
   describe(stats);
   if (document.hidden) return;
   draw(stats);
+  bars.show(stats);
   roofline.show(stats.roofline);
   follow(stats);
 }
