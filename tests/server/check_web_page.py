@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.server.request_record import PARTS
 from tests.server.browser import Browser
 from tests.server.running import Running, running, until
 
@@ -224,6 +225,15 @@ class TestEngine:
         assert (
             server.port and page.run("document.querySelector('#roofline-note').textContent") != ""
         )
+        page.until(
+            "[...document.querySelectorAll('.stack')].every((bar) => [...bar.children].some((part) "
+            "=> part.clientWidth > 0 && getComputedStyle(part, '::before').height === '14px'))"
+        )
+        (request,) = page.run(
+            "[...document.querySelectorAll('.panel')].map((one) => one.textContent)"
+            ".filter((text) => text.startsWith('Mean time'))"
+        )
+        assert all(part in request for part in PARTS) and "–" not in request
 
     def test_server_that_ended_is_shown(self, browser: Browser, model: str) -> None:
         for own in running(model, "--threads", "1", "--kv-blocks", "16"):
@@ -274,6 +284,10 @@ def test_layout_in_sizes_and_schemes(page: Browser, pictures: Path, size: str, s
         assert page.run("document.documentElement.scrollWidth") == SIZES[size][0]
         assert page.run(
             "[...document.querySelectorAll('.panel')].every((one) => one.scrollWidth <= "
+            "one.clientWidth)"
+        )
+        assert page.run(
+            "[...document.querySelectorAll('output')].every((one) => one.scrollWidth <= "
             "one.clientWidth)"
         )
         if part == "engine" or size == "wide":

@@ -49,7 +49,7 @@ const memory = new Bar({
 });
 
 const latency = new Bar({
-  title: "Mean time of a request, last two minutes",
+  title: "Mean time of a request",
   name: "Time of a request by its parts",
   parts: [
     ["tokenise", "tokenise", "key-4"],
@@ -73,7 +73,7 @@ const rows = Object.fromEntries(
 );
 const head = element("tr", {}, ...COLUMNS.map((name) => element("th", { scope: "col" }, name)));
 const table = element("table", {}, element("thead", {}, head), element("tbody", {}, ...Object.values(rows).map(({ row }) => row)));
-const caption = element("figcaption", {}, element("h3", {}, "Steps: measured and predicted"), element("output", {}));
+const caption = element("figcaption", {}, element("h3", {}, "Steps"), element("output", {}));
 parent.append(element("figure", { class: "panel steps" }, caption, element("div", { class: "scrolls" }, table)));
 
 const roofs = (shares) => Object.values(shares).map(percent).join(" / ");
