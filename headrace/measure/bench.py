@@ -33,8 +33,7 @@ from headrace.outputs import Timing
 from headrace.planner import hardware, host, roofline
 from headrace.planner.hardware import Machine
 from headrace.planner.money import per_million
-from headrace.planner.step_time import known_reaches
-from headrace.planner.utilisation import UseMeter, roofs_of
+from headrace.planner.utilisation import UseMeter, planned, roofs_of
 from headrace.program.kv import number_bytes
 from headrace.program.op import StepSize
 from headrace.sampling_params import SamplingParams
@@ -259,9 +258,8 @@ class SpeedLimits:
         self._program = lower_program(config.backend, traced, checkpoint.tensors)
         self._machine = machine
         self._kv_bytes = number_bytes(self._program.kv_groups, config.kv_format)
-        self.meter = UseMeter(
-            self._program, self._kv_bytes, roofs_of(machine), known_reaches(config.backend)
-        )
+        timer = planned(self._program, config.backend, config.threads, machine)
+        self.meter = UseMeter(self._program, self._kv_bytes, roofs_of(machine), timer)
 
     def prompt(self, tokens: int, depth: int) -> float:
         seconds = self._prefill_seconds(depth + tokens) - self._prefill_seconds(depth)

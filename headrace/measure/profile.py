@@ -23,8 +23,7 @@ from headrace.model import trace_model
 from headrace.planner import hardware
 from headrace.planner.fit import Fit
 from headrace.planner.hardware import READ_BYTES, Machine
-from headrace.planner.step_time import known_reaches
-from headrace.planner.utilisation import UseMeter, roofs_of
+from headrace.planner.utilisation import UseMeter, planned, roofs_of
 from headrace.program.kv import number_bytes, token_bytes
 from headrace.program.moe import Experts
 from headrace.program.trace import Program
@@ -77,7 +76,7 @@ def profile(
         measured.program,
         number_bytes(traced.kv_groups, config.kv_format),
         roofs_of(machine),
-        known_reaches(config.backend),
+        planned(measured.program, config.backend, config.threads, machine),
     )
     profiles = [
         account_phase(phase, measured.program, machine, rounds)

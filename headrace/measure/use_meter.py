@@ -7,8 +7,7 @@ from headrace.backend_traits import KvDtype
 from headrace.checkpoint.load import open_checkpoint
 from headrace.model import trace_model
 from headrace.planner import hardware
-from headrace.planner.step_time import known_reaches
-from headrace.planner.utilisation import UseMeter, roofs_of
+from headrace.planner.utilisation import UseMeter, planned, roofs_of
 from headrace.program.kv import number_bytes
 
 
@@ -24,4 +23,5 @@ def open_meter(path: Path, backend: str, threads: int, kv_dtype: KvDtype) -> Use
     traced = trace_model(checkpoint.spec, checkpoint.tensors)
     program = lower_program(backend, traced, checkpoint.tensors)
     kv_bytes = number_bytes(program.kv_groups, kv_dtype)
-    return UseMeter(program, kv_bytes, roofs_of(machine), known_reaches(backend))
+    timer = planned(program, backend, threads, machine)
+    return UseMeter(program, kv_bytes, roofs_of(machine), timer)

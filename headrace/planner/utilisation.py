@@ -9,10 +9,11 @@ from dataclasses import replace
 from math import floor
 from typing import Any, NamedTuple
 
+from headrace.planner import hardware
 from headrace.planner.hardware import Machine
 from headrace.planner.machine_files import machine_file_of
 from headrace.planner.roofline import op_kind
-from headrace.planner.step_time import Reaches, StepTimer, equal_ops
+from headrace.planner.step_time import StepTimer, equal_ops, known_reaches
 from headrace.program.op import Kind, StepSize
 from headrace.program.trace import Program
 from headrace.record import frozen
@@ -97,7 +98,7 @@ class UseMeter:
         kv_bytes: bytes of a key or value number.
         roofs: the same machine as measured and as its datasheet says, by `MEASURED` and
             `DATASHEET`.
-        reaches: shares of the measured roof that kernels reach, for predictions.
+        timer: the planner's, for predictions; see `planned`.
     """
 
     def __init__(
@@ -105,12 +106,12 @@ class UseMeter:
         program: Program,
         kv_bytes: float,
         roofs: Mapping[str, Machine],
-        reaches: Reaches | None,
+        timer: StepTimer | None,
     ) -> None:
         self.roofs = roofs
         self._kv_bytes = kv_bytes
         self._counter = WorkCounter(program)
-        self._timer = StepTimer([program], roofs[MEASURED], reaches) if reaches else None
+        self._timer = timer
 
     def of(self, totals: StepTotals) -> StepUse | None:
         """None if no step has run."""
@@ -141,6 +142,17 @@ class UseMeter:
             mbu={name: work.mbu(mean, roof) for name, roof in self.roofs.items()},
             mfu={name: work.mfu(mean, roof) for name, roof in self.roofs.items()},
         )
+
+
+def planned(program: Program, backend: str, threads: int, machine: Machine) -> StepTimer | None:
+    """The timer of a plan of this machine, which counts on the highest rates of the last day.
+
+    `machine` replaces them if nothing is stored. None if no kernels of the backend were measured.
+    """
+    reaches = known_reaches(backend)
+    if reaches is None:
+        return None
+    return StepTimer([program], hardware.cached_machine(threads, backend) or machine, reaches)
 
 
 def roofs_of(machine: Machine) -> dict[str, Machine]:

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from time import monotonic
 
 from headrace.planner import hardware
-from headrace.planner.step_time import known_reaches
-from headrace.planner.utilisation import RecentSteps, StepUse, UseMeter, roofs_of
+from headrace.planner.utilisation import RecentSteps, StepUse, UseMeter, planned, roofs_of
 from headrace.program.kv import number_bytes
 from headrace.program.trace import Program
 from headrace.remote.frames import EngineInfo
@@ -26,7 +25,7 @@ class StepWatch:
                 program,
                 number_bytes(program.kv_groups, info.kv_dtype),
                 roofs_of(machine),
-                known_reaches(info.backend),
+                planned(program, info.backend, info.threads, machine),
             )
         self._recent = RecentSteps()
 

@@ -8,7 +8,6 @@ import pytest
 from headrace.batch import RaggedBatch
 from headrace.config import KvConfig
 from headrace.planner.hardware import Machine
-from headrace.planner.step_time import known_reaches
 from headrace.planner.utilisation import (
     DATASHEET,
     MEASURED,
@@ -17,6 +16,7 @@ from headrace.planner.utilisation import (
     UseMeter,
     Work,
     mean_steps,
+    planned,
     roofs_of,
 )
 from headrace.program.kv import number_bytes
@@ -108,7 +108,9 @@ def test_sums_of_steps_give_the_bytes_and_operations_of_all_steps(
 
     stats = engine.stats()
     assert stats.decode_steps.steps + stats.prompt_steps.steps == stats.steps
-    meter = UseMeter(inner.program, kv_bytes, {MEASURED: MACHINE}, known_reaches("cpu"))
+    meter = UseMeter(
+        inner.program, kv_bytes, {MEASURED: MACHINE}, planned(inner.program, "cpu", 1, MACHINE)
+    )
     exact = [meter.of_steps([step], 1.0) for step in recorder.steps]
     uses = [meter.of(totals) for totals in (stats.decode_steps, stats.prompt_steps)]
     for name, tolerance in {"bytes": 0.005, "flops": 0.03, "predicted": 0.05}.items():

@@ -5,32 +5,35 @@ import { number, percent, seconds, si } from "./format.js";
 
 const parent = byId("bars");
 
-// `parts`: key, label and class of the colour; `show` formats a value.
+// `parts`: key, label and number of the colour; `show` formats a value.
 class Bar {
   constructor({ title, name, parts, show }) {
     this.show = show;
     this.value = element("output", {}, "–");
     this.parts = parts.map(([key, label, colour]) => {
-      const box = element("span", { class: `part ${colour}` });
       const value = element("b", {}, "–");
-      const item = element("li", { class: colour }, `${label} `, value);
-      return { key, label, box, value, item };
+      const item = element("li", { class: `key-${colour}` }, `${label} `, value);
+      return { key, colour, value, item };
     });
-    this.bar = element("div", { class: "stack", role: "img", "aria-label": name }, ...this.parts.map(({ box }) => box));
+    this.bar = element("div", { class: "stack", role: "img", "aria-label": name });
     const legend = element("ul", { class: "legend" }, ...this.parts.map(({ item }) => item));
     const caption = element("figcaption", {}, element("h3", {}, title), this.value);
     parent.append(element("figure", { class: "panel" }, caption, this.bar, legend));
   }
 
   draw(values) {
-    const known = this.parts.map(({ key }) => values[key] ?? null);
-    if (known.every((value) => value === null)) return;
-    say(this.value, this.show(known.reduce((sum, value) => sum + (value ?? 0), 0)));
-    this.parts.forEach(({ label, box, value }, i) => {
-      box.style.flexGrow = known[i] ?? 0;
-      box.title = `${label}: ${this.show(known[i] ?? 0)}`;
-      say(value, this.show(known[i] ?? 0));
+    const whole = this.parts.reduce((sum, { key }) => sum + (values[key] ?? 0), 0);
+    if (!whole) return;
+    say(this.value, this.show(whole));
+    let end = 0;
+    // A gradient, because boxes that grow would count as shifts of the layout.
+    const stops = this.parts.map(({ key, colour, value }) => {
+      const begin = end;
+      end += (100 * (values[key] ?? 0)) / whole;
+      say(value, this.show(values[key] ?? 0));
+      return `var(--${colour === "none" ? "cell-cached" : `series-${colour}`}) ${begin}% ${end}%`;
     });
+    this.bar.style.backgroundImage = `linear-gradient(to right, ${stops.join(", ")})`;
   }
 }
 
@@ -38,12 +41,12 @@ const memory = new Bar({
   title: "Memory",
   name: "Memory by what holds it",
   parts: [
-    ["weights", "weights", "key-0"],
-    ["KV held", "KV held", "key-1"],
-    ["KV cached", "KV cached", "key-2"],
-    ["KV free", "KV free", "key-6"],
-    ["runtime", "runtime", "key-7"],
-    ["rest", "rest", "key-none"],
+    ["weights", "weights", 0],
+    ["KV held", "KV held", 1],
+    ["KV cached", "KV cached", 2],
+    ["KV free", "KV free", 6],
+    ["runtime", "runtime", 7],
+    ["rest", "rest", "none"],
   ],
   show: (bytes) => `${si(bytes)}B`,
 });
@@ -52,12 +55,12 @@ const latency = new Bar({
   title: "Mean time of a request",
   name: "Time of a request by its parts",
   parts: [
-    ["tokenise", "tokenise", "key-4"],
-    ["queue", "queue", "key-1"],
-    ["prefill", "prefill", "key-2"],
-    ["decode", "decode", "key-0"],
-    ["detokenise", "detokenise", "key-3"],
-    ["network", "network", "key-5"],
+    ["tokenise", "tokenise", 4],
+    ["queue", "queue", 1],
+    ["prefill", "prefill", 2],
+    ["decode", "decode", 0],
+    ["detokenise", "detokenise", 3],
+    ["network", "network", 5],
   ],
   show: seconds,
 });
