@@ -89,7 +89,7 @@ def profile(
         machines=measured.machines,
         machine=machine,
         profiles=profiles,
-        uses=[meter.of_steps(profile.phase.steps, profile.wall) for profile in profiles],
+        uses=[meter.of_launches(profile.phase.steps, profile.wall) for profile in profiles],
         skipped=skipped,
         experts=measured.experts,
     )

@@ -4,12 +4,14 @@ MBU is the share of the bandwidth that necessary bytes take: weights once a step
 its rows see. MFU is the share of the time that the operations would take at the machine's rates.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import floor
 from typing import Any, NamedTuple
 
+from headrace.backend_traits import traits_of
 from headrace.planner import hardware
+from headrace.planner.calibration import stored_calibration
 from headrace.planner.hardware import Machine
 from headrace.planner.machine_files import machine_file_of
 from headrace.planner.roofline import op_kind
@@ -119,19 +121,27 @@ class UseMeter:
             return None
         steps = list(mean_steps(totals, self._kv_bytes))
         tokens = (totals.prompt_rows or totals.tokens) / totals.steps
-        return replace(self._use(steps, totals.steps, totals.seconds), tokens=tokens)
+        seconds = self._timer.seconds if self._timer else None
+        return replace(self._use(steps, totals.steps, totals.seconds, seconds), tokens=tokens)
 
-    def of_steps(self, steps: Sequence[StepSize], seconds: float) -> StepUse:
-        """Use of these steps, which take `seconds` together."""
-        share = 1 / len(steps)
-        return self._use([WeightedStep(share, step) for step in steps], len(steps), seconds)
+    def of_launches(self, steps: Sequence[StepSize], seconds: float) -> StepUse:
+        """Use of steps of an executable without an engine, which take `seconds` together."""
+        weighted = [WeightedStep(1 / len(steps), step) for step in steps]
+        predict = self._timer.launch_seconds if self._timer else None
+        return self._use(weighted, len(steps), seconds, predict)
 
-    def _use(self, steps: Sequence["WeightedStep"], count: int, seconds: float) -> StepUse:
+    def _use(
+        self,
+        steps: Sequence["WeightedStep"],
+        count: int,
+        seconds: float,
+        predict: Callable[[StepSize], float] | None,
+    ) -> StepUse:
         work, predicted = NO_WORK, 0.0
         for weight, step in steps:
             work = work.plus(self._counter.of(step), weight)
-            if self._timer:
-                predicted += weight * self._timer.seconds(step)
+            if predict:
+                predicted += weight * predict(step)
         mean = seconds / count
         return StepUse(
             steps=count,
@@ -152,6 +162,8 @@ def planned(program: Program, backend: str, threads: int, machine: Machine) -> S
     reaches = known_reaches(backend)
     if reaches is None:
         return None
+    if not traits_of(backend).on_gpu and (stored := stored_calibration(threads)):
+        reaches = stored.reaches
     return StepTimer([program], hardware.cached_machine(threads, backend) or machine, reaches)
 
 

@@ -108,14 +108,16 @@ def test_sums_of_steps_give_the_bytes_and_operations_of_all_steps(
 
     stats = engine.stats()
     assert stats.decode_steps.steps + stats.prompt_steps.steps == stats.steps
-    meter = UseMeter(
-        inner.program, kv_bytes, {MEASURED: MACHINE}, planned(inner.program, "cpu", 1, MACHINE)
-    )
-    exact = [meter.of_steps([step], 1.0) for step in recorder.steps]
+    timer = planned(inner.program, "cpu", 1, MACHINE)
+    meter = UseMeter(inner.program, kv_bytes, {MEASURED: MACHINE}, timer)
+    exact = [meter.of_launches([step], 1.0) for step in recorder.steps]
     uses = [meter.of(totals) for totals in (stats.decode_steps, stats.prompt_steps)]
-    for name, tolerance in {"bytes": 0.005, "flops": 0.03, "predicted": 0.05}.items():
+    for name, tolerance in {"bytes": 0.005, "flops": 0.03}.items():
         total = sum(use.steps * getattr(use, name) for use in uses if use)
         assert total == pytest.approx(sum(getattr(use, name) for use in exact), rel=tolerance), name
+
+    predicted = sum(use.steps * (use.predicted or 0) for use in uses if use)
+    assert timer and predicted == pytest.approx(sum(map(timer.seconds, recorder.steps)), rel=0.05)
 
     decode, totals = uses[0], stats.decode_steps
     assert decode and decode.seconds == pytest.approx(totals.seconds / totals.steps)
