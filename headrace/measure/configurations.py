@@ -42,6 +42,8 @@ MESHES = tuple(
 """Up to the devices of one host."""
 _FORMATS = (("Q8_0",), ("Q4_K", "Q4_0"))
 """Formats to try besides the model's own: of each group the first that divides its matrices."""
+_ALIKE = 1.4
+"""Ratio of bits up to which the measured speed of attention serves another format."""
 _CHUNK_FACTORS = (0.25, 1, 4, 16)
 
 
@@ -250,7 +252,7 @@ class Search:
             chunk=engine.chunk,
             max_rows=traits_of(place.backend).max_num_batched_tokens,
             crossover=self._crossover,
-            kv_bytes=number_bytes(self._kv_groups, setup.kv_dtype),
+            kv_bytes=self._timed_kv_bytes(setup),
             pipeline=place.mesh.pipeline,
             draft_depth=engine.draft_depth,
             draft_acceptance=self.space.draft_acceptance,
@@ -267,6 +269,17 @@ class Search:
             throughput=steady.requests_per_second * goal.output * each,
             price=None if place.price is None else place.price * place.mesh.ranks * replicas,
         )
+
+    def _timed_kv_bytes(self, setup: Setup) -> float:
+        """Bytes of a number of KV for predictions of time.
+
+        A format counts as the model's own if no attention over such small numbers was measured.
+        """
+        kv_bytes = number_bytes(self._kv_groups, setup.kv_dtype)
+        known = min(setup.place.reaches.table.get("attention", {16: None}))
+        if 8 * kv_bytes * _ALIKE >= known:
+            return kv_bytes
+        return max(kv_bytes, number_bytes(self._kv_groups, self._own_kv_dtype))
 
     def fit(self, setup: Setup, context: int) -> Fit | None:
         """Memory of the rank that needs most; None if the mesh cannot split the model."""
