@@ -46,7 +46,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="predicted and measured times on this machine, of the model or of random models",
     )
-    parser.add_argument("--list", action="store_true", help="list of the known machines")
+    parser.add_argument(
+        "--list", action="store_true", help="list of the known machines and networks"
+    )
     parser.add_argument("--why", action="store_true", help="arithmetic of each figure, and sources")
     parser.add_argument(
         "--sweep", action="store_true", help="time per token at each batch, with the knee"
@@ -94,6 +96,11 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
         type=ranks,
         metavar="N",
         help="number of pipeline stages (default: 1; with a goal, any)",
+    )
+    group.add_argument(
+        "--network",
+        metavar="NAME",
+        help="network between the pipeline stages, each on a host of its own (see --list)",
     )
     add_price(group, "a device", " (default: the machine file's)")
     group.add_argument(
@@ -172,6 +179,7 @@ def run(args: argparse.Namespace) -> int:
         on=args.on or "this",
         tensor=args.tp or 1,
         pipeline=args.pp or 1,
+        network=args.network,
         format=args.format,
         kv_dtype=args.kv_dtype or "bf16",
         prompt=args.prompt or 512,
@@ -201,7 +209,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_machines(as_json: bool) -> None:
     from headrace.measure.table import print_json, print_table, size
-    from headrace.planner.machine_files import machine_names, read_machine
+    from headrace.planner.machine_files import machine_names, networks, read_machine
 
     machines = [read_machine(name) for name in machine_names()]
     if as_json:
@@ -213,6 +221,7 @@ def _print_machines(as_json: bool) -> None:
                     "memory": machine.memory.value,
                     "bandwidth": machine.bandwidth.value,
                     "rates": {kind: figure.value for kind, figure in machine.rates.items()},
+                    "links": {kind: figure.value for kind, figure in machine.links.items()},
                     "price": machine.price.value if machine.price else None,
                 }
                 for machine in machines
@@ -227,12 +236,15 @@ def _print_machines(as_json: bool) -> None:
             f"{machine.bandwidth.value / 1e9:,.0f} GB/s",
             f"{machine.rates['bf16'].value / 1e12:,.1f}",
             f"{machine.rates['int8'].value / 1e12:,.1f}",
+            f"{machine.link.value / 1e9:,.0f} GB/s" if machine.link else "-",
             f"{machine.price.value:.2f}" if machine.price else "-",
         ]
         for machine in machines
     ]
-    headings = ["machine", "name", ">memory", ">bandwidth", ">bf16 TFLOPS", ">int8 TOPS", ">$/h"]
-    print_table(headings, rows)
+    headings = ["machine", "name", ">memory", ">bandwidth", ">bf16 TFLOPS", ">int8 TOPS", ">link"]
+    print_table([*headings, ">$/h"], rows)
+    for network in networks().values():
+        print(f"--network {network.key}: {network.bandwidth / 1e9:,.2f} GB/s between hosts")
 
 
 def _print(found: "Plan", price: float | None) -> None:

@@ -23,7 +23,7 @@ _OPTIONS = {
 
 def advise(args: argparse.Namespace) -> int:
 
-    for flag in ("why", "sweep", "svg"):
+    for flag in ("why", "sweep", "svg", "network"):
         if getattr(args, flag):
             raise RequestError(f"--{flag} is for a single plan; leave it out, or leave out --goal")
     goal = parse_goal(args.goal, prompt=args.prompt, output=args.output, context=args.context)

@@ -6,7 +6,7 @@ from headrace.parallel.mesh import Mesh
 from headrace.planner import hardware, host
 from headrace.planner.calibration import stored_calibration
 from headrace.planner.hardware import Machine
-from headrace.planner.machine_files import MachineFile, read_machine
+from headrace.planner.machine_files import MachineFile, Network, networks, read_machine
 from headrace.planner.step_time import Link, Reaches, known_reaches
 from headrace.record import frozen
 
@@ -36,11 +36,15 @@ class Place:
     sources: tuple[str, ...]
 
 
-def find_place(on: str, mesh: Mesh) -> Place:
-    """Return the devices with this name. Raises RequestError."""
+def find_place(on: str, mesh: Mesh, network: str | None = None) -> Place:
+    """Return the devices with this name; `network` connects the stages of a pipeline, each of
+    which is then on a host of its own.
+
+    Raises RequestError for an unknown machine or network, and for devices without a link.
+    """
     if on == THIS:
         return _this(mesh)
-    found = read_machine(on)
+    found, between = read_machine(on), _network(network, mesh)
     reaches = known_reaches(found.backend)
     assert reaches
     return Place(
@@ -50,10 +54,13 @@ def find_place(on: str, mesh: Mesh) -> Place:
         machine=found.machine(),
         memory=int(found.memory.value),
         mesh=mesh,
-        link=_link(found, mesh),
+        link=_link(found, mesh, between),
         reaches=reaches,
         price=found.price.value if found.price else None,
-        sources=tuple(f"{s.title}, {s.date}, {s.url}" for s in found.sources()),
+        sources=tuple(
+            f"{s.title}, {s.date}, {s.url}"
+            for s in (*found.sources(), *([between.source] if between else []))
+        ),
     )
 
 
@@ -83,12 +90,24 @@ def _this(mesh: Mesh) -> Place:
     )
 
 
-def _link(found: MachineFile, mesh: Mesh) -> Link | None:
-    if mesh.ranks == 1:
+def _network(name: str | None, mesh: Mesh) -> Network | None:
+    if name is None:
         return None
+    known = networks()
+    if name not in known:
+        raise RequestError(f"network '{name}' is unknown; known are: {', '.join(known)}")
+    if mesh.pipeline == 1:
+        raise RequestError(f"network '{name}' connects pipeline stages, and there is one; add -pp 2")
+    return known[name]
+
+
+def _link(found: MachineFile, mesh: Mesh, network: Network | None) -> Link | None:
+    between = Link(network.bandwidth * _LINK_SHARE, network.seconds) if network else None
+    if mesh.ranks == 1 or (mesh.tensor == 1 and between):
+        return between
     if found.link is None:
+        remedy = "leave out -tp, or" if between else "use -tp 1 -pp 1, add --network, or"
         raise RequestError(
-            f"machine '{found.key}' has no link to another; use -tp 1 -pp 1, or name a machine "
-            "with links"
+            f"machine '{found.key}' has no link to another; {remedy} name a machine with links"
         )
-    return Link(found.link.value * _LINK_SHARE, _EXCHANGE_SECONDS)
+    return Link(found.link.value * _LINK_SHARE, _EXCHANGE_SECONDS, between)

@@ -123,6 +123,7 @@ def plan(
     on: str = THIS,
     tensor: int = 1,
     pipeline: int = 1,
+    network: str | None = None,
     format: str | None = None,
     kv_dtype: KvDtype = "bf16",
     prompt: int = 512,
@@ -139,6 +140,7 @@ def plan(
         on: name of a machine file, or `this`.
         tensor: devices that share each weight matrix.
         pipeline: stages.
+        network: network between the stages, each on a host of its own, such as `ethernet-25`.
         format: GGUF type of all matrices; by default the file's.
         kv_dtype: number format of KV.
         prompt: tokens of a prompt.
@@ -159,7 +161,7 @@ def plan(
         draft_acceptance=draft_acceptance,
     )
     checkpoint = open_model(model, format)
-    place = find_place(on, Mesh(tensor=tensor, pipeline=pipeline))
+    place = find_place(on, Mesh(tensor=tensor, pipeline=pipeline), network)
     check_kv_dtype(place.backend, kv_dtype)
     length = context or workload.prompt + workload.output
     if length > checkpoint.spec.max_context:

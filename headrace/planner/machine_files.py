@@ -19,6 +19,7 @@ from headrace.planner.hardware import KINDS, Machine
 from headrace.record import frozen
 
 FOLDER = Path(__file__).parent / "machines"
+_NETWORKS = Path(__file__).parent / "networks.toml"
 _DATE = re.compile(r"20\d\d-[01]\d")
 
 
@@ -82,6 +83,27 @@ class MachineFile:
         figures = [self.memory, self.bandwidth, self.cache, *self.rates.values()]
         figures += [*self.links.values(), self.price]
         return list(dict.fromkeys(figure.source for figure in figures if figure))
+
+
+@frozen
+class Network:
+    """A network between hosts."""
+
+    key: str
+    bandwidth: float
+    """Bytes/s of one direction."""
+    seconds: float
+    """Fixed time of an exchange: an estimate."""
+    source: Source
+
+
+@cache
+def networks() -> Mapping[str, Network]:
+    entries = tomllib.loads(_NETWORKS.read_text())
+    return {
+        key: Network(key, entry["bandwidth"], entry["seconds"], Source(*entry["source"]))
+        for key, entry in entries.items()
+    }
 
 
 def machine_names() -> list[str]:

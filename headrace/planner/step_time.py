@@ -19,6 +19,7 @@ from headrace.planner.reach import (
     written_numbers,
 )
 from headrace.planner.roofline import op_kind
+from headrace.program.collective import Receive
 from headrace.program.op import Op, RowKind, StepSize, Value, Weight
 from headrace.program.ops import Attention
 from headrace.program.trace import Program
@@ -37,6 +38,11 @@ class Link:
     """Bytes/s of one direction."""
     seconds: float
     """Fixed time of an exchange."""
+    between_stages: "Link | None" = None
+    """The link of a pipeline's stages, if they have another."""
+
+    def of(self, op: Op) -> "Link":
+        return self.between_stages or self if isinstance(op, Receive) else self
 
 
 @frozen(kw_only=True)
@@ -239,7 +245,7 @@ class _StageTimer:
         out = op.output()
         if out and not out.num_rows(step):
             return _Waits(0.0, 0.0, 0.0, 0.0)
-        machine, link = self._machine, self._link
+        machine, link = self._machine, self._link and self._link.of(op)
         reach, rate = self._speed(op, step)
         memory = op.bytes(step) / (machine.bandwidth * reach.bandwidth)
         arithmetic = self._row_share(op, step, reach.unpack) * op.flops(step) / rate

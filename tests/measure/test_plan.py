@@ -52,6 +52,20 @@ def test_stages_of_a_pipeline_take_turns(llama_8b: str) -> None:
     assert full.per_token == pytest.approx(2 * full.decode.slowest)
 
 
+def test_stages_on_hosts_of_their_own(llama_8b: str) -> None:
+    """A prompt's chunk sends 2,048 x 4,096 numbers of 32 bits, 10.7 ms at 3.125 GB/s."""
+    nvlink = plan(llama_8b, on="h100-sxm", tensor=2, pipeline=2, prompt=2048)
+    ethernet = plan(
+        llama_8b, on="h100-sxm", tensor=2, pipeline=2, network="ethernet-25", prompt=2048
+    )
+    # A fifth of the network's bandwidth is lost, and the link between two devices stays.
+    sent = 2048 * 4096 * 4
+    lost = sent / (0.8 * 3.125e9) + 50e-6 - sent / (0.8 * 450e9) - 8e-6
+    assert ethernet.prefill.total - nvlink.prefill.total == pytest.approx(lost)
+    servers = plan(llama_8b, on="zen4-server", pipeline=2, network="ethernet-100")
+    assert len(servers.decode.stages) == 2 and "802.3ba" in servers.place.sources[-1]
+
+
 def test_drafts_gain_the_expected_tokens(llama_8b: str) -> None:
     """(1 - a^5) / (1 - a) tokens in a step with 4 drafts: 2.77 for a = 0.7."""
     drafted = plan(llama_8b, on="l4", draft_depth=4, draft_acceptance=0.7)
@@ -130,6 +144,8 @@ def test_a_calibration_of_this_machine(llama_8b: str, monkeypatch: pytest.Monkey
         ({"on": "raspberry-pi-5"}, MemoryLimitError, "do not fit in the 8,000,000,000 bytes"),
         ({"on": "zen4-server", "kv_dtype": "fp8"}, RequestError, "'fp8' is not supported on cpu"),
         ({"on": "zen4-server", "tensor": 2}, RequestError, "has no link to another"),
+        ({"network": "token-ring"}, RequestError, "'token-ring' is unknown; known are: ethernet"),
+        ({"network": "ethernet-25"}, RequestError, "connects pipeline stages, and there is one"),
     ],
 )
 def test_one_clear_error(

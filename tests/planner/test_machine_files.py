@@ -3,7 +3,13 @@ from copy import deepcopy
 import pytest
 
 from headrace.errors import FormatError, RequestError
-from headrace.planner.machine_files import FOLDER, machine_names, parse_machine, read_machine
+from headrace.planner.machine_files import (
+    FOLDER,
+    machine_names,
+    networks,
+    parse_machine,
+    read_machine,
+)
 
 RECORD = {
     "name": "Test",
@@ -33,6 +39,14 @@ def test_each_file_has_a_source_for_each_figure(name: str) -> None:
 def test_files_are_in_the_package() -> None:
     assert len(machine_names()) >= 15
     assert FOLDER.name == "machines"
+
+
+def test_networks_have_sources() -> None:
+    """100 Gbit/s are 12.5 GB/s."""
+    for name, network in networks().items():
+        gigabits = float(name.partition("-")[2])
+        assert network.bandwidth == gigabits * 1e9 / 8 and network.seconds > 0
+        assert network.source.url.startswith("https://") and network.source.title
 
 
 def test_ridges_of_datasheets() -> None:
