@@ -1,4 +1,4 @@
-"""Speed of other tiles of attention than `kernels/attention_tiles.py` chooses. They change no bit.
+"""Speed of other tiles of attention than `attention_tiles.py` chooses. They change no bit.
 
     python benchmarks/cuda/attention_tiles.py  writes benchmarks/cuda/results/<name of the GPU>.json
     python benchmarks/cuda/attention_tiles.py --kv int8
@@ -20,8 +20,8 @@ from programs import decoding, executable_of, plan_of, sequences_of, step_of
 from results import Results
 
 from headrace.backend.cuda import step_attention
+from headrace.backend.cuda.attention_tiles import Tiles, tiles_for
 from headrace.backend.cuda.executable import CudaExecutable
-from headrace.backend.cuda.kernels.attention_tiles import Tiles, tiles_for
 from headrace.backend.cuda.timing import seconds
 from headrace.backend_traits import KvDtype
 from headrace.batch import RaggedBatch

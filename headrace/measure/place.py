@@ -97,7 +97,9 @@ def _network(name: str | None, mesh: Mesh) -> Network | None:
     if name not in known:
         raise RequestError(f"network '{name}' is unknown; known are: {', '.join(known)}")
     if mesh.pipeline == 1:
-        raise RequestError(f"network '{name}' connects pipeline stages, and there is one; add -pp 2")
+        raise RequestError(
+            f"network '{name}' connects pipeline stages, and there is one; add -pp 2"
+        )
     return known[name]
 
 

@@ -9,6 +9,7 @@ from headrace.checkpoint.dummy import dummy_tensors, is_config_only, open_dummy_
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.errors import RequestError
+from headrace.measure.gpu_memory import gpu_runtime_bytes
 from headrace.measure.place import Place
 from headrace.model import trace_model
 from headrace.parallel.mesh import Mesh, weights_of
@@ -16,9 +17,6 @@ from headrace.planner.fit import RUNTIME_BYTES, Fit
 from headrace.program.kv import KvGroup
 from headrace.program.trace import Program
 from headrace.quant.formats import FORMATS, Format
-
-GPU_RUNTIME_BYTES = 1 << 30
-"""Reserved on a GPU for the context of CUDA, kernels, values and scratch of a step."""
 
 
 def open_model(model: str, format: str | None = None) -> Checkpoint:
@@ -108,7 +106,7 @@ def _fit(program: Program, place: Place, kv_dtype: KvDtype, length: int) -> Fit:
         weights=program.weight_bytes,
         kv_per_sequence=_kv_bytes(program.kv_groups, place.backend, kv_dtype, length),
         context=length,
-        to_run=GPU_RUNTIME_BYTES if on_gpu else RUNTIME_BYTES,
+        to_run=gpu_runtime_bytes(program, place.machine, kv_dtype) if on_gpu else RUNTIME_BYTES,
     )
 
 

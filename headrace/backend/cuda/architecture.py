@@ -1,11 +1,9 @@
-"""What kernels must know about the GPU: its size and its instructions."""
+"""What kernels must know about the GPU: its size and its instructions.
+
+Plans for other GPUs read this without torch.
+"""
 
 from typing import NamedTuple
-
-import torch
-import triton
-
-from headrace.backend.cuda.interpreter import is_interpreting
 
 
 class Architecture(NamedTuple):
@@ -36,6 +34,8 @@ _current: Architecture | None = None
 
 def architecture() -> Architecture:
     """The GPU of this process; an H100 without PTX in the interpreter."""
+    from headrace.backend.cuda.interpreter import is_interpreting
+
     global _current
     if _current is None:
         _current = H100._replace(has_ptx=False) if is_interpreting() else _of_device()
@@ -49,6 +49,9 @@ def set_architecture(gpu: Architecture) -> None:
 
 
 def _of_device() -> Architecture:
+    import torch
+    import triton
+
     index = torch.cuda.current_device()
     properties = triton.runtime.driver.active.utils.get_device_properties(index)
     return Architecture(

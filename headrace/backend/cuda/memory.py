@@ -8,19 +8,16 @@ import torch
 
 from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.interpreter import is_interpreting
-from headrace.backend.cuda.step_attention import num_partials, step_tiles
-from headrace.backend.cuda.step_shape import StepShape, prefill
-from headrace.backend.cuda.workspace import Buffers, Rows
+from headrace.backend.cuda.step_attention import step_tiles
+from headrace.backend.cuda.step_memory import step_bytes
+from headrace.backend.cuda.step_shape import prefill
 from headrace.backend_traits import KvDtype
 from headrace.errors import DeviceLostError, MemoryLimitError, RequestError
-from headrace.program import collective, moe, ops
 from headrace.program.trace import Program
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _S = TypeVar("_S")
-
-_FIXED = 512 << 20  # For kernels, graphs, matrices of adapters and the allocator's rounding
 
 
 def free_memory() -> int | None:
@@ -47,53 +44,7 @@ def free_memory() -> int | None:
 def run_bytes(program: Program, kv_dtype: KvDtype, max_rows: int, max_logit_rows: int) -> int:
     """Bytes that steps of a lowered program need: its values, and scratch of single ops."""
     shape = prefill(max_rows, max_logit_rows)
-    rows, places = shape.counts, Buffers(program, torch.float32, ()).places
-    outs = [out for op in program.ops if (out := op.output())]
-    values = {(places[out.id], out.width, out.rows): rows[out.rows] * out.width for out in outs}
-    widest = max(
-        (
-            sum(w.rows for w in op.matrices())
-            for op in program.ops
-            if isinstance(op, ops.QkvRopeWrite | ops.GluLinear)
-        ),
-        default=0,
-    )
-    experts = [
-        op.top_k * (op.down[0].cols + op.out.width)
-        for op in program.ops
-        if isinstance(op, moe.Experts)
-    ]
-    numbers = sum(values.values()) + shape.rows * (widest + max(experts, default=0))
-    numbers += _partial_numbers(program, kv_dtype, shape) + _gathered_numbers(program, rows)
-    if program.logits:
-        numbers += shape.logit_rows * program.logits.width  # adjusted by penalties
-    return _FIXED + 4 * numbers
-
-
-def _gathered_numbers(program: Program, rows: Rows) -> int:
-    """Numbers of the largest exchange between ranks, as it arrives."""
-    gathered = [0]
-    for op in program.ops:
-        match op:
-            case collective.AllGather():
-                widest = max(last - first for first, last in op.parts)
-                gathered.append(len(op.parts) * rows[op.out.rows] * widest)
-            case collective.OwnedRows() | collective.OwnedExperts():
-                gathered.append(len(op.parts) * rows[op.out.rows] * op.out.width)
-            case collective.ColumnsToRows() | collective.GatherShares():
-                gathered.append(rows[op.out.rows] * op.out.width)
-    return max(gathered)
-
-
-def _partial_numbers(program: Program, kv_dtype: KvDtype, shape: StepShape) -> int:
-    # All layers share the partial results.
-    max_numbers = 0
-    for op in program.ops:
-        if isinstance(op, ops.Attention):
-            group = next(group for group in program.kv_groups if op.layer in group.layers)
-            partials = num_partials(shape, step_tiles(group, kv_dtype, shape))
-            max_numbers = max(max_numbers, partials * op.num_heads * (op.head_dim + 2))
-    return max_numbers
+    return step_bytes(program, shape, lambda group: step_tiles(group, kv_dtype, shape))
 
 
 def device_errors(method: Callable[Concatenate[_S, _P], _T]) -> Callable[Concatenate[_S, _P], _T]:

@@ -6,31 +6,28 @@ from typing import NamedTuple
 import torch
 
 from headrace.backend.cuda.architecture import architecture
+from headrace.backend.cuda.attention_tiles import Tiles, tiles_for, work_of
 from headrace.backend.cuda.attention_work import (
     FIELDS,
     ROW_FIELDS,
     WorkArrays,
     build_work,
-    min_partials,
 )
 from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.kernels.attention import AttentionWork, Scratch, attention, summed_dim
 from headrace.backend.cuda.kernels.attention_bias import KeyBias
-from headrace.backend.cuda.kernels.attention_tiles import Tiles, tiles_for, work_of
 from headrace.backend.cuda.kernels.kv_write import kv_write, rope_write
 from headrace.backend.cuda.kv_store import KvStore
 from headrace.backend.cuda.launch import Launch
-from headrace.backend.cuda.step_shape import MAX_GRAPH_ROWS, StepShape
+from headrace.backend.cuda.step_memory import num_partials
+from headrace.backend.cuda.step_shape import StepShape
 from headrace.backend.cuda.workspace import Workspace
 from headrace.batch import Ints, RaggedBatch
 from headrace.program import ops
 from headrace.program.kv import KvGroup
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
-
-_MAX_DRAFT_TOKENS = 1024  # Per sequence, as options limit them
-_FEW_ROWS = 16  # a prompt's rest, which small tiles serve as well
 
 
 class GroupInts(NamedTuple):
@@ -161,25 +158,15 @@ class StepAttention:
         )
 
 
-def num_partials(shape: StepShape, tiles: Tiles) -> int:
-    """Room for the partial results of any batch, with spare room to spread long contexts."""
-    rows = shape.rows
-    max_draft_tokens = min(rows, _MAX_DRAFT_TOKENS) if shape.has_trees else 0
-    return min_partials(rows, max_draft_tokens, tiles.split) + tiles.min_units
-
-
 def _grouped(views: Sequence[Ints] | Sequence[torch.Tensor]) -> list[GroupInts]:
     return [GroupInts(*views[i : i + 4]) for i in range(0, len(views), 4)]
 
 
 def step_tiles(group: KvGroup, dtype: str, shape: StepShape) -> Tiles:
     """Tiles of a step: small ones if all rows have logits, as in decoding and draft trees."""
-    is_prefill = shape.rows > _FEW_ROWS and (
-        shape.logit_rows < shape.rows or shape.rows > MAX_GRAPH_ROWS
-    )
     if is_interpreting():  # small, as they take time by the number of programs and of tiles
         narrow = Tiles(
             rows=16, keys=32, split=64, programs=1, num_warps=4, num_stages=1, min_units=4
         )
-        return narrow._replace(rows=32, narrow=narrow) if is_prefill else narrow
-    return tiles_for(group, dtype, architecture(), is_prefill)
+        return narrow._replace(rows=32, narrow=narrow) if shape.is_prefill else narrow
+    return tiles_for(group, dtype, architecture(), shape.is_prefill)

@@ -4,8 +4,11 @@ all steps.
 
 from typing import NamedTuple
 
-from headrace.backend.cuda.workspace import Rows
 from headrace.batch import RaggedBatch
+from headrace.program.op import RowKind
+
+Rows = dict[RowKind, int]
+"""Number of rows of each kind."""
 
 # (max rows, multiple) of shapes; above the last, multiples of 256
 _STEPS = ((16, 4), (32, 8), (64, 16), (128, 32), (512, 64))
@@ -13,6 +16,8 @@ _STEPS = ((16, 4), (32, 8), (64, 16), (128, 32), (512, 64))
 
 MAX_GRAPH_ROWS = 256
 _FEW_ROWS = 512
+_SMALL_ROWS = 16
+"""A prompt's rest, which small tiles serve as well."""
 
 
 class StepShape(NamedTuple):
@@ -33,6 +38,13 @@ class StepShape(NamedTuple):
             "logit": self.logit_rows,
             "pooled": self.pooled_rows,
         }
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether some rows have no logits, unlike in decoding and draft trees."""
+        return self.rows > _SMALL_ROWS and (
+            self.logit_rows < self.rows or self.rows > MAX_GRAPH_ROWS
+        )
 
 
 def shape_of(batch: RaggedBatch) -> StepShape:

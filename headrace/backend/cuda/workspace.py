@@ -6,12 +6,12 @@ from typing import TypeVar, cast
 import torch
 
 from headrace.backend.cuda.device import DEVICE
-from headrace.program.op import RowKind, Value
+from headrace.backend.cuda.step_memory import value_places
+from headrace.backend.cuda.step_shape import Rows
+from headrace.program.op import Value
 from headrace.program.trace import Program
 
 _T = TypeVar("_T")
-
-Rows = dict[RowKind, int]  # number of rows of each kind
 
 
 class Workspace:
@@ -51,19 +51,7 @@ class Buffers:
 
     def __init__(self, program: Program, packed: torch.dtype, wide: Collection[int]) -> None:
         self._packed, self._wide = packed, wide
-        self.places: dict[int, str] = {}  # By value id
-        last_use, free = program.last_use(), dict[tuple[int, str, torch.dtype], list[str]]()
-        kept = {value.id for value in program.results}
-        for index, op in enumerate(program.ops):
-            if out := op.output():
-                spare = free.get(self._kind(out))
-                kind = "result" if out.id in kept else "value"
-                self.places[out.id] = (
-                    spare.pop() if spare and kind == "value" else f"{kind} {len(self.places)}"
-                )
-            for value in {value.id: value for value in op.inputs()}.values():
-                if last_use[value.id] == index and value.id not in kept:
-                    free.setdefault(self._kind(value), []).append(self.places[value.id])
+        self.places = value_places(program, self.dtype)
 
     def bind(self, workspace: Workspace, rows: Rows) -> Callable[[Value], torch.Tensor]:
         """A function from a value to its tensor, [rows, width]."""
@@ -76,6 +64,3 @@ class Buffers:
         float32.
         """
         return self._packed if value.packed and value.id not in self._wide else torch.float32
-
-    def _kind(self, value: Value) -> tuple[int, str, torch.dtype]:
-        return value.width, value.rows, self.dtype(value)

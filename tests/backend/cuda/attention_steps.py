@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.backend.cuda.attention_tiles import Tiles, work_of
 from headrace.backend.cuda.attention_work import (
     FIELDS,
     ROW_FIELDS,
@@ -27,7 +28,6 @@ from headrace.backend.cuda.kernels.attention import (
     summed_dim,
 )
 from headrace.backend.cuda.kernels.attention_bias import KeyBias
-from headrace.backend.cuda.kernels.attention_tiles import Tiles, work_of
 from headrace.backend.cuda.kernels.kv_write import kv_write
 from headrace.backend.cuda.kv_store import KvStore
 from headrace.backend.cuda.launch import Launch

@@ -9,15 +9,20 @@ import torch
 
 from headrace.backend import cuda
 from headrace.backend.cuda import memory
+from headrace.backend.cuda.architecture import B200, H100, L4, Architecture
 from headrace.backend.cuda.executable import CudaExecutable
 from headrace.backend.cuda.interpreter import is_interpreting
+from headrace.backend.cuda.step_memory import FIXED_BYTES
 from headrace.backend.cuda.step_shape import StepShape
-from headrace.config import KvConfig
+from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine
 from headrace.engine.thread import EngineThread, Inbox
 from headrace.errors import ClosedError, DeviceLostError, MemoryLimitError
+from headrace.loader.memory import step_rows
 from headrace.logit_ops import SampleOp
+from headrace.measure.gpu_memory import CUDA_CONTEXT_BYTES, gpu_runtime_bytes
 from headrace.model import trace_model
+from headrace.planner.machine_files import read_machine
 from headrace.sampling_params import SamplingParams
 from tests.backend.cuda.late import LateStream
 from tests.backend.cuda.sampling_steps import Steps
@@ -237,9 +242,23 @@ def test_run_bytes_are_enough_for_the_largest_step(which: int, kv_dtype: Any) ->
     executable = cuda.compile(program, tensors, kv, 1)
     assert isinstance(executable, CudaExecutable)
     executable._plan(StepShape(512, 64, 0, False))
-    aside = memory.run_bytes(executable.program, kv_dtype, 512, 64) - memory._FIXED
-    assert executable._workspace.nbytes + executable._ints.nbytes < aside + memory._FIXED // 8
+    aside = memory.run_bytes(executable.program, kv_dtype, 512, 64) - FIXED_BYTES
+    assert executable._workspace.nbytes + executable._ints.nbytes < aside + FIXED_BYTES // 8
     assert aside < 2**26
+
+
+@pytest.mark.parametrize("which", [LLAMA, WINDOWS, EXPERTS, LATENT])
+@pytest.mark.parametrize("gpu, name", [(H100, "h100-sxm"), (L4, "l4"), (B200, "b200")])
+def test_a_plan_counts_the_bytes_of_an_engine_on_a_gpu(
+    which: int, gpu: Architecture, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, tensors = model(which)
+    program = cuda.lower(trace_model(spec, tensors), tensors)
+    monkeypatch.setattr("headrace.backend.cuda.step_attention.is_interpreting", lambda: False)
+    monkeypatch.setattr("headrace.backend.cuda.step_attention.architecture", lambda: gpu)
+    rows = step_rows(EngineConfig(backend="cuda"), spec.vocab_size)
+    counted = gpu_runtime_bytes(program, read_machine(name).machine(), "bf16")
+    assert counted - CUDA_CONTEXT_BYTES == memory.run_bytes(program, "bf16", *rows)
 
 
 def test_free_memory() -> None:

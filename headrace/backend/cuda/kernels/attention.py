@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from headrace.backend.cuda.architecture import architecture
+from headrace.backend.cuda.attention_tiles import Tiles, head_tiles, rows_per_tile
 from headrace.backend.cuda.attention_work import FIELDS, NO_TREE, ROW_FIELDS
 from headrace.backend.cuda.kernels.attention_bias import KeyBias, load_factors
 from headrace.backend.cuda.kernels.attention_keys import attend, column_of
@@ -23,7 +24,6 @@ from headrace.backend.cuda.kernels.attention_merge import (
     merge,
     merge_where_last,
 )
-from headrace.backend.cuda.kernels.attention_tiles import Tiles, head_tiles, rows_per_tile
 from headrace.backend.cuda.kernels.hadamard import log_size, transform_heads
 from headrace.backend.cuda.kv_store import KvStore
 from headrace.backend.cuda.launch import Launch, blocks, power_of_2

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 from headrace._native import GpuWork
 from headrace.backend.cuda.architecture import Architecture
-from headrace.backend.cuda.launch import blocks
 from headrace.program.kv import KvGroup
 from headrace.program.ops import Attention
 
@@ -84,8 +83,8 @@ def _sums_equally(gpu: Architecture) -> bool:
 def head_tiles(num_heads: int, num_kv_heads: int, tiles: Tiles) -> tuple[int, int]:
     """Number of tiles for the query heads of a KV head, and the heads per tile."""
     group = num_heads // num_kv_heads
-    number = blocks(group, tiles.rows)
-    return number, blocks(group, number)
+    number = -(-group // tiles.rows)
+    return number, -(-group // number)
 
 
 def rows_per_tile(op: Attention, tiles: Tiles) -> int:
