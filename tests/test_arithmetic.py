@@ -13,7 +13,7 @@ import pytest
 from headrace.backend_traits import KvDtype
 from headrace.checkpoint.load import Checkpoint
 from headrace.measure.place import find_place
-from headrace.measure.placed_model import open_model, rank_programs
+from headrace.measure.placed_model import open_model, stage_programs
 from headrace.measure.plan import Plan, plan
 from headrace.parallel.mesh import Mesh
 from headrace.planner.draft_gain import expected_tokens
@@ -88,7 +88,7 @@ def opened(model: str, format: str | None = None) -> Checkpoint:
 
 @cache
 def program(model: str, format: str | None = None) -> Program:
-    return rank_programs(opened(model, format), "cuda", Mesh())[0]
+    return stage_programs(opened(model, format), "cuda", Mesh())[0]
 
 
 @cache
@@ -139,7 +139,7 @@ def untouched(experts: int, chosen: int, rows: int) -> float:
         "num_local_experts": experts,
         "num_experts_per_tok": chosen,
     }
-    traced = with_config(config, lambda folder: rank_programs(open_model(folder), "cpu", Mesh()))
+    traced = with_config(config, lambda folder: stage_programs(open_model(folder), "cpu", Mesh()))
     op = next(op for op in traced[0].ops if isinstance(op, Experts))
     return 1 - op.distinct_experts(rows) / experts
 

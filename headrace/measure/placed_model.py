@@ -42,26 +42,21 @@ def main_format(checkpoint: Checkpoint) -> Format:
     return max(sizes, key=sizes.__getitem__)
 
 
-def rank_programs(checkpoint: Checkpoint, backend: BackendName, mesh: Mesh) -> list[Program]:
-    """The lowered program of each rank; a slice by `mesh.tensor` has one of each stage."""
-    traced = trace_model(checkpoint.spec, checkpoint.tensors)
-    shares = [mesh.program(traced, rank) for rank in range(mesh.ranks)]
-    return [
-        lower_program(backend, share, weights_of(share, checkpoint.tensors)) for share in shares
-    ]
-
-
 def stage_programs(checkpoint: Checkpoint, backend: BackendName, mesh: Mesh) -> list[Program]:
-    """The lowered program of a rank of each stage. Other ranks have equal shares, or smaller."""
-    traced = trace_model(checkpoint.spec, checkpoint.tensors)
-    shares = [mesh.program(traced, mesh.rank(stage, 0)) for stage in range(mesh.pipeline)]
+    """The lowered program of the last rank of each stage.
+
+    It has the largest share of its stage, because smaller parts come first
+    (`parallel/partition.py`).
+    """
+    traced, last = trace_model(checkpoint.spec, checkpoint.tensors), mesh.tensor - 1
+    shares = [mesh.program(traced, mesh.rank(stage, last)) for stage in range(mesh.pipeline)]
     return [
         lower_program(backend, share, weights_of(share, checkpoint.tensors)) for share in shares
     ]
 
 
 def largest_fit(programs: Sequence[Program], place: Place, kv_dtype: KvDtype, length: int) -> Fit:
-    """Memory of the rank that needs most, for sequences of `length` tokens."""
+    """Memory of the stage that needs most, for sequences of `length` tokens."""
     return max((_fit(program, place, kv_dtype, length) for program in programs), key=_need)
 
 

@@ -16,7 +16,7 @@ from headrace.measure.placed_model import (
     longest_context,
     main_format,
     open_model,
-    rank_programs,
+    stage_programs,
 )
 from headrace.measure.run_memory import run_memory, this_process
 from headrace.parallel.mesh import Mesh
@@ -169,9 +169,9 @@ def plan(
             f"context {length:,} exceeds the model's {checkpoint.spec.max_context:,} tokens; use "
             "a shorter --context, --prompt or --output"
         )
-    programs = rank_programs(checkpoint, place.backend, place.mesh)
-    kv_bytes = number_bytes(programs[0].kv_groups, kv_dtype)
-    fit = largest_fit(programs, place, kv_dtype, length)
+    stages = stage_programs(checkpoint, place.backend, place.mesh)
+    kv_bytes = number_bytes(stages[0].kv_groups, kv_dtype)
+    fit = largest_fit(stages, place, kv_dtype, length)
     if not fit.kv_budget:
         raise MemoryLimitError(
             f"{fit.weights:,} bytes of weights and {fit.to_run:,} of runtime do not fit in the "
@@ -179,7 +179,6 @@ def plan(
             "--format"
         )
 
-    stages = programs[:: place.mesh.tensor]
     timer = StepTimer(stages, place.machine, place.reaches, place.link)
     chunk = min(workload.prompt, traits_of(place.backend).max_num_batched_tokens)
     prefill = Times.of(timer, StepSize(((0, chunk),), 1, kv_bytes))
@@ -209,7 +208,7 @@ def plan(
         first_token=first_token,
         per_token=per_token,
         draft=draft,
-        longest=longest_context(programs, fit, place, kv_dtype, batch, checkpoint.spec.max_context),
+        longest=longest_context(stages, fit, place, kv_dtype, batch, checkpoint.spec.max_context),
         stages=tuple(stages),
         timer=timer,
         kv_bytes=kv_bytes,

@@ -87,6 +87,12 @@ class TensorParallel:
         self._shares_experts, self._sequence = shares_experts, sequence
         self._program = program
         self._ids = count(1 + max(out.id for op in program.ops if (out := op.output())))
+        self._decisions = {op.x.id for op in program.ops if isinstance(op, Route)}
+        self._decisions |= {op.gate.id for op in program.ops if isinstance(op, GateRows)}
+        self._writes: dict[int, list[ops.KvWrite]] = {}
+        for op in program.ops:
+            if isinstance(op, ops.KvWrite):
+                self._writes.setdefault(op.layer, []).append(op)
         self._required_parts: dict[int, Parts] = {}
         self._parts: dict[int, Parts] = {}
         self._own_parts: dict[int, Value] = {}
@@ -118,14 +124,13 @@ class TensorParallel:
             self._required_parts[op.q.id] = scaled(
                 query_head_parts(op.num_heads, op.num_kv_heads, self.ranks), op.head_dim
             )
-            for write in self._program.ops:
-                if isinstance(write, ops.KvWrite) and write.layer == op.layer:
-                    heads = kv_head_parts(op.num_kv_heads, self.ranks)
-                    for value in (write.k, write.v):
-                        if value:
-                            self._required_parts[value.id] = scaled(
-                                heads, value.width // op.num_kv_heads
-                            )
+            heads = kv_head_parts(op.num_kv_heads, self.ranks)
+            for write in self._writes.get(op.layer, []):
+                for value in (write.k, write.v):
+                    if value:
+                        self._required_parts[value.id] = scaled(
+                            heads, value.width // op.num_kv_heads
+                        )
             return
         out = op.output()
         parts = self._required_parts.get(out.id) if out else None
@@ -200,7 +205,7 @@ class TensorParallel:
 
     def _linear(self, op: ops.Linear) -> None:
         parts = self._required_parts.get(op.out.id)
-        if parts is None and (self._is_decision(op.out) or op.weight.rows < self.ranks):
+        if parts is None and (op.out.id in self._decisions or op.weight.rows < self.ranks):
             self._ops.append(self._with_whole_inputs(op))
             return
         parts = parts or self._row_parts(op.weight)
@@ -241,13 +246,6 @@ class TensorParallel:
             OwnedExperts(out=gathered, x=part, routing=routing, rank=self.rank, parts=parts)
         )
         self._ops.append(Combine(op.out, gathered, routing))
-
-    def _is_decision(self, value: Value) -> bool:
-        return any(
-            (isinstance(op, Route) and op.x == value)
-            or (isinstance(op, GateRows) and op.gate == value)
-            for op in self._program.ops
-        )
 
     def _attention(self, op: ops.Attention) -> None:
         head_parts = query_head_parts(op.num_heads, op.num_kv_heads, self.ranks)

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from headrace.backend import lower_program
 from headrace.cli.main import main
 from headrace.errors import MemoryLimitError, RequestError
+from headrace.measure.placed_model import open_model, stage_programs
 from headrace.measure.plan import plan, plan_facts
+from headrace.model import trace_model
+from headrace.parallel.mesh import Mesh, weights_of
 from headrace.planner.calibration import Calibration
 from headrace.planner.memory import ProcessMemory
 from headrace.planner.reach import HostTime, known_reaches
@@ -41,6 +45,22 @@ def test_ranks_share_weights_and_kv(llama_8b: str) -> None:
     assert one.per_token / 2 < two.per_token < one.per_token
     assert any(part.bound == "link" for part in two.decode.parts)
     assert not any(part.link for part in one.decode.parts)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(3), Mesh(8), Mesh(5, 2), Mesh(6, 3)])
+def test_a_plan_takes_the_largest_share_of_each_stage(llama_8b: str, mesh: Mesh) -> None:
+    """Eight KV heads on three devices are two, three and three."""
+    checkpoint = open_model(llama_8b, "Q4_0")
+    traced = trace_model(checkpoint.spec, checkpoint.tensors)
+    stages = stage_programs(checkpoint, "cuda", mesh)
+    for stage, planned in enumerate(stages):
+        for rank in mesh.group(stage):
+            share = mesh.program(traced, rank)
+            lowered = lower_program("cuda", share, weights_of(share, checkpoint.tensors))
+            assert lowered.weight_bytes <= planned.weight_bytes
+            assert lowered.kv_groups[0].block_bytes("bf16", 1) <= planned.kv_groups[0].block_bytes(
+                "bf16", 1
+            )
 
 
 def test_stages_of_a_pipeline_take_turns(llama_8b: str) -> None:
