@@ -177,7 +177,7 @@ def convert(source: Path, format: str, folder: Path) -> Path:
 
 def main() -> None:
     from headrace.checkpoint.adapter import read_adapter
-    from headrace.measure.placed_model import open_model, rank_programs
+    from headrace.measure.placed_model import open_model, stage_programs
     from headrace.measure.run_memory import run_memory, this_process
     from headrace.parallel.mesh import Mesh
 
@@ -203,7 +203,7 @@ def main() -> None:
             adapter = root / "adapter" if case.adapter else None
             expected = run_memory(
                 checkpoint,
-                rank_programs(checkpoint, "cpu", Mesh())[0],
+                stage_programs(checkpoint, "cpu", Mesh())[0],
                 this_process(),
                 kv_dtype="bf16",
                 prompt=case.prompt,

@@ -30,7 +30,8 @@ from headrace.measure.table import print_table
 from headrace.model import trace_model
 from headrace.parallel.mesh import Mesh, weights_of
 from headrace.planner.hardware import Machine
-from headrace.planner.step_time import Link, Reach, Reaches, StepTimer, known_reaches
+from headrace.planner.reach import Reach, Reaches, known_reaches
+from headrace.planner.step_time import Link, StepTimer
 from headrace.program.kv import number_bytes
 from headrace.program.op import StepSize
 from headrace.program.trace import Program
@@ -107,16 +108,19 @@ class Shares(NamedTuple):
     @property
     def reaches(self) -> Reaches:
         linear = {
-            16: Reach(self.call, self.read16, self.rate16),
-            8: Reach(self.call, self.read8, self.rate8),
-            4: Reach(self.call, self.read4, self.rate4),
+            16.0: self._reach(self.read16, self.rate16),
+            8.0: self._reach(self.read8, self.rate8),
+            4.0: self._reach(self.read4, self.rate4),
         }
-        attention = {16: Reach(self.call, self.attention_read, self.attention_rate)}
-        rows = {32: Reach(self.call, 0.85, 0.5)}
+        attention = {16.0: self._reach(self.attention_read, self.attention_rate)}
+        rows = {32.0: self._reach(0.85, 0.5)}
         return Reaches(
-            "published figures with odd numbers",
-            {"linear": linear, "qkv": linear, "attention": attention, "rows": rows},
+            source="published figures with odd numbers",
+            table={"linear": linear, "qkv": linear, "attention": attention, "rows": rows},
         )
+
+    def _reach(self, bandwidth: float, rate: float) -> Reach:
+        return Reach(seconds=self.call, bandwidth=bandwidth, rate=rate)
 
 
 def read_rows() -> list[Row]:

@@ -202,7 +202,7 @@ def plan(
         place=place,
         workload=workload,
         fit=fit,
-        run_memory=_run_memory(checkpoint, programs, place, workload, kv_dtype),
+        run_memory=_run_memory(checkpoint, stages[0], place, workload, kv_dtype),
         prefill=prefill,
         decode=decode,
         first_token=first_token,
@@ -217,7 +217,7 @@ def plan(
 
 def _run_memory(
     checkpoint: Checkpoint,
-    programs: Sequence[Program],
+    program: Program,
     place: Place,
     workload: Workload,
     kv_dtype: KvDtype,
@@ -227,7 +227,7 @@ def _run_memory(
         return None
     return run_memory(
         checkpoint,
-        programs[0],
+        program,
         this_process(),
         kv_dtype=kv_dtype,
         prompt=workload.prompt,

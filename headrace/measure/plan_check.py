@@ -19,7 +19,7 @@ from headrace.measure.bench import Run
 from headrace.measure.op_profile import median_machine
 from headrace.measure.phase_timer import PhaseTimer, Roof, step_blocks, step_phase
 from headrace.measure.place import cpu_reaches
-from headrace.measure.placed_model import main_format, open_model, rank_programs
+from headrace.measure.placed_model import main_format, open_model, stage_programs
 from headrace.measure.progress import ProgressCallback, ignore_progress
 from headrace.measure.random_bench import RandomBench, tiny_tokenizer
 from headrace.measure.random_model import random_checkpoint
@@ -184,7 +184,7 @@ class _Measured(NamedTuple):
 def _measure_steps(case: _Case, reaches: Reaches) -> _Measured:
     checkpoint, name = case.checkpoint, case.checkpoint.spec.name
     config = EngineConfig(backend="cpu")
-    programs = rank_programs(checkpoint, "cpu", Mesh())
+    programs = stage_programs(checkpoint, "cpu", Mesh())
     kv_bytes = number_bytes(programs[0].kv_groups, config.kv_format)
     steps = [StepSize(seqs, len(seqs), kv_bytes) for seqs in case.steps]
     blocks = max(step_blocks(step, config.traits.kv_block_size) for step in steps)
@@ -236,7 +236,7 @@ def _step_name(step: StepSize) -> str:
 
 
 def _measure_requests(case: _Case, reaches: Reaches) -> _Measured:
-    programs = rank_programs(case.checkpoint, "cpu", Mesh())
+    programs = stage_programs(case.checkpoint, "cpu", Mesh())
     machines = [hardware.measure()]
     starts: list[list[_Turn]] = [[] for _ in case.requests]
     betweens: list[list[_Turn]] = [[] for _ in case.requests]

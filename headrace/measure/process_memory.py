@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from headrace.measure.placed_model import open_model, rank_programs
+from headrace.measure.placed_model import open_model, stage_programs
 from headrace.measure.run_memory import run_memory
 from headrace.measure.tiny_model import write_tiny_model
 from headrace.parallel.mesh import Mesh
@@ -38,7 +38,7 @@ def measure_process() -> ProcessMemory:
         checkpoint = open_model(str(folder))
         model = run_memory(
             checkpoint,
-            rank_programs(checkpoint, "cpu", Mesh())[0],
+            stage_programs(checkpoint, "cpu", Mesh())[0],
             ProcessMemory(base=0, per_token=SHIPPED_PROCESS.per_token),
             kv_dtype="bf16",
             prompt=_PROMPT,

@@ -8,7 +8,7 @@ import pytest
 from headrace.backend.cpu.executable import CpuExecutable
 from headrace.backend.cpu.memory import activation_bytes, low_rank_bytes
 from headrace.config import KvConfig
-from headrace.measure.placed_model import rank_programs
+from headrace.measure.placed_model import stage_programs
 from headrace.measure.random_model import random_checkpoint
 from headrace.measure.run_memory import run_memory
 from headrace.model import trace_model
@@ -68,7 +68,7 @@ PROCESS = ProcessMemory(base=1000, per_token=2.0)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_weights_and_kv_to_the_byte(name: str, format: str) -> None:
     checkpoint = random_checkpoint(name, CONFIGS[name], format)
-    program = rank_programs(checkpoint, "cpu", Mesh())[0]
+    program = stage_programs(checkpoint, "cpu", Mesh())[0]
     blocks = tuple(range(3, 3 + len(program.kv_groups)))
     traced = trace_model(checkpoint.spec, checkpoint.tensors)
     executable = CpuExecutable(traced, checkpoint.tensors, KvConfig(blocks), 1, "avx2")
@@ -84,7 +84,7 @@ def test_weights_and_kv_to_the_byte(name: str, format: str) -> None:
 def test_activations_of_a_plan_by_hand() -> None:
     """Rows of a dense model in Q4_0: each buffer by its form and width."""
     checkpoint = random_checkpoint("dense", CONFIGS["dense"], "Q4_0")
-    program = rank_programs(checkpoint, "cpu", Mesh())[0]
+    program = stage_programs(checkpoint, "cpu", Mesh())[0]
     count = activation_bytes(program, checkpoint.tensors, "bf16", "avx512bf16")
     one, two = (count(StepSize(((0, rows),), 1, 2.0)) for rows in (512, 1024))
     assert one < two < 2 * one
@@ -97,7 +97,7 @@ def test_activations_of_a_plan_by_hand() -> None:
 
 def test_memory_of_a_run() -> None:
     checkpoint = random_checkpoint("dense", CONFIGS["dense"], "BF16")
-    program = rank_programs(checkpoint, "cpu", Mesh())[0]
+    program = stage_programs(checkpoint, "cpu", Mesh())[0]
     found = run_memory(
         checkpoint, program, PROCESS, kv_dtype="bf16", prompt=100, output=20, batch=3
     )
