@@ -291,6 +291,8 @@ def _print(found: "Plan", price: float | None) -> None:
         )
     if costs := found.cost(price):
         speed["a million tokens"] = f"{costs[0]:.3f} $ of prompt, {costs[1]:.3f} $ of output"
+    elif place.name != "this":
+        speed["a million tokens"] = "no price is known; add --price"
     print_figures(f"Prediction, by kernels measured on {place.reaches.source}", speed)
     if work.batch > fit.sequences:
         print(f"The batch of {work.batch:,} does not fit: the KV of {fit.sequences:,} does.")

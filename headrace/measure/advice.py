@@ -69,6 +69,13 @@ def find_advice(model: str, goal: Goal, space: SearchSpace) -> Advice:
             f"goal has context={goal.context:,}, above the model's {search.max_context:,} tokens; "
             "name a shorter context, prompt or output"
         )
+    needs_price = goal.cost is not None or goal.best == "cost"
+    if needs_price and all(place.price is None for place in search.places):
+        names = ", ".join(dict.fromkeys(place.name for place in search.places))
+        raise RequestError(
+            f"goal has a cost, and {names} has no known price; add --price, or name a machine with "
+            "a price"
+        )
     finder = _Finder(search, goal, space.budget)
     if goal.best is None:
         finder.find_cheapest()

@@ -201,6 +201,31 @@ def test_the_table_and_its_arithmetic(llama_8b: str, capsys: pytest.CaptureFixtu
     assert "rtx-4090" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ('{"architectures": ["BertModel"], "model_type": "bert"}', "'BertModel' is an encoder"),
+        ('{"architectures": ["Mamba2ForCausalLM"]}', "'Mamba2ForCausalLM'"),
+        ('{"architectures": [', "not valid JSON"),
+        ('{"architectures": ["LlamaForCausalLM"]}', "is missing"),
+    ],
+)
+def test_a_config_of_no_family_is_one_clear_error(
+    tmp_path: Path, config: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+    assert main(["plan", str(tmp_path), "--on", "l4"]) == 3
+    printed = capsys.readouterr().err
+    assert message in printed and printed.count("\n") == 1
+
+
+def test_a_missing_price_is_named(llama_8b: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", llama_8b, "--on", "mi300x"]) == 0
+    assert "no price is known; add --price" in capsys.readouterr().out
+    assert main(["plan", llama_8b, "--on", "mi300x", "--goal", "cost<1"]) == 2
+    assert "mi300x has no known price; add --price" in capsys.readouterr().err
+
+
 def test_no_torch_is_imported(llama_8b: str) -> None:
     code = (
         "import sys; from headrace.measure.plan import plan; "
