@@ -4,7 +4,7 @@ The program is traced and lowered as for a run, and no weight is read. `planner/
 predicts times.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Self
 
 from headrace.backend_traits import KvDtype, check_kv_dtype, traits_of

@@ -20,7 +20,7 @@ from headrace.loader.kv_size import KvUse, Memory, size_kv
 from headrace.loader.memory import default_logit_rows
 from headrace.loader.options import engine_config
 from headrace.measure.place import THIS, Place, find_place
-from headrace.measure.placed_model import largest_fit, open_model, rank_programs
+from headrace.measure.placed_model import largest_fit, open_model, stage_programs
 from headrace.measure.progress import ProgressCallback, ignore_progress
 from headrace.parallel.mesh import Mesh
 from headrace.planner.step_time import StepTimer
@@ -234,11 +234,11 @@ def deploy_at(
             "max_logit_rows": default_logit_rows(checkpoint.spec.vocab_size),
         }
     )
-    programs = rank_programs(checkpoint, place.backend, mesh)
+    programs = stage_programs(checkpoint, place.backend, mesh)
     whole = programs[0]
     if mesh.ranks > 1:
-        (whole,) = rank_programs(checkpoint, place.backend, Mesh())
-    timer = StepTimer(programs[:: mesh.tensor], place.machine, place.reaches, place.link)
+        (whole,) = stage_programs(checkpoint, place.backend, Mesh())
+    timer = StepTimer(programs, place.machine, place.reaches, place.link)
     limits = _limits(checkpoint, place, config, whole, programs)
     setup = ReplicaSetup(
         limits=limits,
