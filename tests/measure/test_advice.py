@@ -127,9 +127,9 @@ def test_a_budget_that_is_too_small(model: str) -> None:
     assert find_advice(model, replace(goal, users=users + 1), space).best is None
 
 
-@pytest.mark.parametrize("machine, is_faster", [("l4", True), ("zen4-server", False)])
+@pytest.mark.parametrize("machine, is_measured", [("l4", True), ("zen4-server", False)])
 def test_kv_without_a_measured_speed_is_not_faster(
-    model: str, machine: str, is_faster: bool
+    model: str, machine: str, is_measured: bool
 ) -> None:
     """Kernels of a CPU over int8 KV were not measured, so it only saves memory there."""
     space = SearchSpace(on=(machine,), meshes=(Mesh(),), formats=("BF16",), chunks=(64,))
@@ -138,7 +138,7 @@ def test_kv_without_a_measured_speed_is_not_faster(
         next(search.candidates(goal, setup, 1, only_first=True)) for setup in search.setups()
     )
     assert (plain.setup.kv_dtype, int8.setup.kv_dtype) == ("bf16", "int8")
-    assert (int8.value("tpot") < plain.value("tpot")) is is_faster
+    assert (int8.value("tpot") != plain.value("tpot")) is is_measured
     assert int8.fit.kv_per_sequence < plain.fit.kv_per_sequence
 
 
