@@ -148,7 +148,7 @@ def _add_work(group: argparse._ArgumentGroup) -> None:
         default=(0, 0.0),
         metavar="DEPTH:ACCEPTANCE",
         help="draft tokens in a step, and the share of them that is accepted, such as 4:0.7; with "
-        "a goal, the most of them",
+        "a goal, the most of them (default: no drafts)",
     )
 
 

@@ -174,7 +174,8 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         type=draft_chain,
         default=(0, 0.0),
         metavar="DEPTH:ACCEPTANCE",
-        help="draft tokens in a step, and the share of them that is accepted, such as 4:0.7",
+        help="draft tokens in a step, and the share of them that is accepted, such as 4:0.7 "
+        "(default: no drafts)",
     )
 
 
