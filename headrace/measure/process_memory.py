@@ -11,15 +11,20 @@ from headrace.measure.tiny_model import write_tiny_model
 from headrace.parallel.mesh import Mesh
 from headrace.planner.memory import SHIPPED_PROCESS, ProcessMemory
 
-_PROMPT, _OUTPUT, _VOCAB = 32, 8, 512
+_BATCH, _PROMPT, _OUTPUT, _VOCAB = 8, 500, 12, 512
+_REAL_MODEL_BYTES = 5_000_000
+"""Bytes that pages of a real model's files and longer outputs add, by `benchmarks/memory.py`."""
 
 _RUN = """
 import sys
 from headrace import LLM, SamplingParams
 from headrace.planner.host import resident_memory
 with LLM(sys.argv[1]) as llm:
-    prompt = {"prompt_token_ids": list(range(int(sys.argv[2])))}
-    llm.generate(prompt, SamplingParams(max_tokens=int(sys.argv[3]), ignore_eos=True))
+    batch, prompt, output = map(int, sys.argv[2:])
+    prompts = [
+        {"prompt_token_ids": [(7 * i + 3 * j) % 90 for j in range(prompt)]} for i in range(batch)
+    ]
+    llm.generate(prompts, SamplingParams(max_tokens=output, ignore_eos=True))
     print(resident_memory())
 """
 
@@ -30,7 +35,7 @@ def measure_process() -> ProcessMemory:
         folder = Path(name)
         write_tiny_model(folder, _VOCAB)
         run = subprocess.run(
-            [sys.executable, "-c", _RUN, str(folder), str(_PROMPT), str(_OUTPUT)],
+            [sys.executable, "-c", _RUN, str(folder), *map(str, (_BATCH, _PROMPT, _OUTPUT))],
             check=True,
             stdout=subprocess.PIPE,
             text=True,
@@ -43,8 +48,8 @@ def measure_process() -> ProcessMemory:
             kv_dtype="bf16",
             prompt=_PROMPT,
             output=_OUTPUT,
-            batch=1,
+            batch=_BATCH,
         )
     resident = int(run.stdout)
-    base = resident - model.loaded - model.kv - model.activations
+    base = resident - model.loaded - model.kv - model.activations + _REAL_MODEL_BYTES
     return ProcessMemory(base=base, per_token=SHIPPED_PROCESS.per_token)
