@@ -208,7 +208,9 @@ class _Climber:
         contexts.sort(key=lambda context: len(context.tokens))
         return contexts[:: -(-len(contexts) // _MAX_CONTEXTS)]
 
-    def _text(self, *, writes: bool) -> Text:
+    def _text(self, *, writes: bool) -> Text | None:
+        if not self._pieces:
+            return None
         return Text(
             pieces=self._pieces,
             prefix=len(self._tokenizer.prefix_ids),
@@ -218,17 +220,16 @@ class _Climber:
 
     @cached_property
     def _pieces(self) -> list[list[int]]:
-        """A text that no format was made for, in token ids."""
+        """A text that no format was made for, in token ids; empty if Python has no such text."""
         spec = self._checkpoint.spec
         length = min(_TEXT_LENGTH, spec.max_context)
         most = _MAX_REFERENCE_BYTES // (4 * spec.vocab_size)
-        return text_pieces(
-            self._tokenizer,
-            read_text(None, "evaluation"),
-            length,
-            max(length, min(self._text_tokens, most)),
-            "the text",
-        )
+        try:
+            text = read_text(None, "evaluation")
+        except RequestError:
+            return []
+        tokens = max(length, min(self._text_tokens, most))
+        return text_pieces(self._tokenizer, text, length, tokens, "the text")
 
     def _step(
         self, rung: Rung, file: WeightFile, measured: Measured, contexts: "list[_Context]"

@@ -66,6 +66,10 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, run: Run = run_task) -> Non
     monkeypatch.setattr(climbing, "run_apart", round_trip)
 
 
+def no_text(file: None, use: str) -> str:
+    raise RequestError("this Python has no language reference")
+
+
 class TestClimb:
     def test_all_rungs_of_a_model(
         self,
@@ -127,6 +131,7 @@ class TestClimb:
         monkeypatch.setattr(climb_files, "available_memory", lambda: 1000)
         monkeypatch.setitem(climb_files._TARGETS, "w8a8", ((), ()))
         monkeypatch.setattr(climbing, "own_weights", lambda checkpoint: "own")
+        monkeypatch.setattr(climbing, "read_text", no_text)
         steps: list[str] = []
         found = headrace.climb(
             model, quick=True, threads=1, on_step=lambda step: steps.append(step.rung.name)
@@ -134,7 +139,8 @@ class TestClimb:
         assert [name for name in NAMES if name in found.left_out] == [*NAMES[:6], "W8A8"]
         assert "float32 weights need" in found.left_out["recompute"]
         assert steps == ["the file's weights", *NAMES[6:7], *NAMES[8:]]
-        assert not found.differences and all(step.nll_rise is None for step in found.steps)
+        assert not found.differences
+        assert all(step.nll_rise is None and not step.quality for step in found.steps)
         assert found.factor(found.steps[0], "paging, prefix cache") is None
 
     def test_a_model_that_runs_nowhere(self, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
