@@ -34,7 +34,7 @@ from headrace.measure.table import print_table
 
 MODEL = "smollm2"
 FORMATS = ("Q4_1", "Q8_0", "BF16")
-KV_DTYPES: tuple[KvDtype, ...] = ("bf16", "int8")
+KV_FORMATS: tuple[KvDtype, ...] = ("bf16", "int8")
 CHUNKS = (16, 256)
 WORKLOADS = {"many": "users=16 prompt=128 output=64", "long": "users=4 prompt=1k output=64"}
 GOALS = (
@@ -87,7 +87,7 @@ def batches(goal: Goal) -> tuple[int, ...]:
 def space_of(goal: Goal) -> SearchSpace:
     """The grid of a workload, on this machine."""
     return SearchSpace(
-        on=("this",), formats=FORMATS, kv_dtypes=KV_DTYPES, batches=batches(goal), chunks=CHUNKS
+        on=("this",), formats=FORMATS, kv_dtypes=KV_FORMATS, batches=batches(goal), chunks=CHUNKS
     )
 
 
@@ -95,7 +95,7 @@ def measure(args: argparse.Namespace) -> None:
     for workload in WORKLOADS:
         goal = goal_of(workload)
         for format, kv_dtype, max_num_seqs, chunk in product(
-            FORMATS, KV_DTYPES, batches(goal), CHUNKS
+            FORMATS, KV_FORMATS, batches(goal), CHUNKS
         ):
             options = {
                 "kv_dtype": kv_dtype,
