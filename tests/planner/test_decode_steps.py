@@ -14,7 +14,7 @@ def answer(num_in: int, *num_out: int, **drafts: DraftStats) -> RequestOutput:
         CompletionOutput(i, "", [1] * n, None, None, "stop", None) for i, n in enumerate(num_out)
     ]
     return RequestOutput(
-        "0", None, [1] * num_in, None, outputs, True, Timing(0, 1, 1), drafts=drafts
+        "0", None, [1] * num_in, None, outputs, True, Timing(0, 1, 1, 0), drafts=drafts
     )
 
 
