@@ -25,6 +25,7 @@ _CONTEXT_SECONDS = 131_072 / 3e12
 
 class _Costs:
     request_seconds = 0.0
+    schedule_seconds = 0.0
 
     def stage_seconds(self, step: StepSize) -> list[float]:
         context = sum(context for context, _ in step.seqs)

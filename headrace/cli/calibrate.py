@@ -160,7 +160,8 @@ def _print_speeds(found: "MachineCalibration") -> None:
         {
             "start of a step": f"{host.launch * 1e6:.0f} us, and "
             f"{host.launch_per_sequence * 1e6:.1f} us a sequence",
-            "schedule and tokens": f"{host.engine * 1e6:.0f} us, and "
+            "schedule of a step": f"{host.schedule * 1e6:.0f} us",
+            "tokens of a launch": f"{host.engine * 1e6:.0f} us, and "
             f"{host.engine_per_sequence * 1e6:.1f} us a sequence",
             "request": f"{host.request * 1e6:.0f} us",
             "memory of a process": size(found.process.base),

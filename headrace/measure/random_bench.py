@@ -29,15 +29,16 @@ class RandomBench(Bench):
         tokenizer: Tokenizer,
         requests: Sequence[tuple[int, int, int]],
         threads: int = 0,
+        **options: float,
     ) -> None:
         length = max(prompt + output for _, prompt, output in requests)
-        options = {
+        fields = {
             "backend": "cpu",
             "threads": threads,
             "max_model_len": length,
             "max_num_seqs": 2 * max(batch for batch, _, _ in requests),
         }
-        config = engine_config(options, OFFLINE)
+        config = engine_config(fields | options, OFFLINE)
         self.max_rows = config.max_rows
         self.kv_format = config.kv_format
         self.run_seconds = 0.0

@@ -57,8 +57,10 @@ class HostTime:
     """To start the step on the threads."""
     launch_per_sequence: float = 0.0
     engine: float = 0.0
-    """To schedule a step of decoding, and to draw, commit and hand out its tokens."""
+    """To draw and commit the tokens of a launch of plain decoding, one of many in a row."""
     engine_per_sequence: float = 0.0
+    schedule: float = 0.0
+    """To schedule a step and hand out its tokens, above `engine`: once for launches in a row."""
     request: float = 0.0
     """To receive a request, and to schedule its first step."""
 

@@ -99,8 +99,13 @@ class StepTimer:
         launch = self._host.launch + self._host.launch_per_sequence * len(step.seqs)
         return sum(stage.seconds(step) for stage in self._stages) + launch
 
+    @property
+    def schedule_seconds(self) -> float:
+        """Seconds of the engine for a step, however many launches of plain decoding it has."""
+        return self._host.schedule
+
     def engine_seconds(self, step: StepSize) -> float:
-        """Seconds of the engine in a step, around its executable."""
+        """Seconds of the engine for each launch of a step, around the executable."""
         return self._host.engine + self._host.engine_per_sequence * len(step.seqs)
 
     def launch_stages(self, step: StepSize) -> tuple[float, ...]:
@@ -144,7 +149,9 @@ class _Waits(NamedTuple):
 
 def _host_seconds(host: HostTime, step: StepSize) -> float:
     each = host.launch_per_sequence + host.engine_per_sequence
-    return host.launch + host.engine + each * len(step.seqs)
+    # Plain decoding is launched many times in a row.
+    schedule = 0.0 if step.rows == len(step.seqs) else host.schedule
+    return host.launch + host.engine + schedule + each * len(step.seqs)
 
 
 def _time_of(part: str, calls: int, waits: _Waits) -> ClassTime:

@@ -39,11 +39,15 @@ class StepCosts(Protocol):
     def request_seconds(self) -> float:
         """Seconds of the engine's own work on a new request."""
 
+    @property
+    def schedule_seconds(self) -> float:
+        """Seconds of the engine's own work on a step, once for a run of plain launches."""
+
     def stage_seconds(self, step: StepSize) -> Sequence[float]:
         """Seconds of each pipeline stage."""
 
     def host_seconds(self, step: StepSize) -> float:
-        """Seconds of the engine's own work on a step."""
+        """Seconds of the engine's own work on each launch."""
 
 
 class TimedTicket(NamedTuple):
@@ -93,9 +97,9 @@ class TimedExecutable:
         hidden: bool = False,
     ) -> TimedTicket:
         step = self._size(batch)
-        # Further launches of a run of plain steps need no work of the engine.
-        if not isinstance(ops, ShiftedSampleOps):
-            self._clock.now += self._costs.host_seconds(step)
+        self._clock.now += self._costs.host_seconds(step)
+        if not isinstance(ops, ShiftedSampleOps):  # the first launch of its step
+            self._clock.now += self._costs.schedule_seconds
         end = self._run(self._costs.stage_seconds(step))
         ticket = TimedTicket(self._clock, end, StepResult(self._sample(ops, step)))
         if self.max_in_flight == 1:

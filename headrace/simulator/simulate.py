@@ -62,6 +62,7 @@ class PlannedCosts:
     def __init__(self, timer: StepTimer) -> None:
         self._timer = timer
         self.request_seconds = timer.request_seconds
+        self.schedule_seconds = timer.schedule_seconds
         self.stage_seconds = timer.launch_stages
         self.host_seconds = timer.engine_seconds
 

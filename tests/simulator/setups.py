@@ -20,14 +20,14 @@ class FlatCosts:
 
     def __init__(self, *stages: float, host: float = 0.0, request: float = 0.0) -> None:
         self._stages = stages or (1.0,)
-        self._host = host
+        self.schedule_seconds = host
         self.request_seconds = request
 
     def stage_seconds(self, step: StepSize) -> Sequence[float]:
         return self._stages
 
     def host_seconds(self, step: StepSize) -> float:
-        return self._host
+        return 0.0
 
 
 def setup(**fields: Any) -> ReplicaSetup:
