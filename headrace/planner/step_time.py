@@ -149,9 +149,7 @@ class _Waits(NamedTuple):
 
 def _host_seconds(host: HostTime, step: StepSize) -> float:
     each = host.launch_per_sequence + host.engine_per_sequence
-    # Plain decoding is launched many times in a row.
-    schedule = 0.0 if step.rows == len(step.seqs) else host.schedule
-    return host.launch + host.engine + schedule + each * len(step.seqs)
+    return host.launch + host.engine + each * len(step.seqs)
 
 
 def _time_of(part: str, calls: int, waits: _Waits) -> ClassTime:

@@ -39,7 +39,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def answer(num_out: int, decode: float, **more: Any) -> RequestOutput:
     output = CompletionOutput(0, "", [1] * num_out, None, None, "stop", None)
     return RequestOutput(
-        "0", None, [1] * 20, None, [output], True, Timing(0.0, 0.01, decode), **more
+        "0", None, [1] * 20, None, [output], True, Timing(0.0, 0.01, decode, 0.0), **more
     )
 
 

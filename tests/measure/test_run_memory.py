@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.backend import instructions
 from headrace.backend.cpu.executable import CpuExecutable
 from headrace.backend.cpu.memory import activation_bytes, low_rank_bytes
 from headrace.config import KvConfig
@@ -71,7 +72,7 @@ def test_weights_and_kv_to_the_byte(name: str, format: str) -> None:
     program = stage_programs(checkpoint, "cpu", Mesh())[0]
     blocks = tuple(range(3, 3 + len(program.kv_groups)))
     traced = trace_model(checkpoint.spec, checkpoint.tensors)
-    executable = CpuExecutable(traced, checkpoint.tensors, KvConfig(blocks), 1, "avx2")
+    executable = CpuExecutable(traced, checkpoint.tensors, KvConfig(blocks), 1, instructions("cpu"))
     executable.wait_for_weights()
     assert executable.plan.weight_bytes == program.weight_bytes
     assert executable.plan.kv_bytes == [
