@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple
 
 from headrace.planner.hardware import Machine
 from headrace.planner.reach import (
-    HostTime,
     Reach,
     Reaches,
     class_of,
@@ -30,6 +29,8 @@ __all__ = ["Bound", "ClassTime", "Link", "Reaches", "StepTimer", "known_reaches"
 Bound = Literal["launch", "memory", "arithmetic", "link"]
 HOST = "host"
 """Part of a step outside of all ops."""
+_MAX_KEPT = 4096
+"""Sizes of steps whose costs are kept; a server asks for ever new ones."""
 
 
 @frozen
@@ -92,12 +93,11 @@ class StepTimer:
 
     def seconds(self, step: StepSize) -> float:
         """Seconds of a step through all stages, with the host's time."""
-        return sum(stage.seconds(step) for stage in self._stages) + _host_seconds(self._host, step)
+        return sum(self.stage_seconds(step))
 
     def launch_seconds(self, step: StepSize) -> float:
         """Seconds of a step of an executable, without the engine around it."""
-        launch = self._host.launch + self._host.launch_per_sequence * len(step.seqs)
-        return sum(stage.seconds(step) for stage in self._stages) + launch
+        return sum(self.launch_stages(step))
 
     @property
     def schedule_seconds(self) -> float:
@@ -111,13 +111,12 @@ class StepTimer:
     def launch_stages(self, step: StepSize) -> tuple[float, ...]:
         """Seconds of each stage of an executable, without the engine around it."""
         first, *others = (stage.seconds(step) for stage in self._stages)
-        launch = self._host.launch + self._host.launch_per_sequence * len(step.seqs)
-        return first + launch, *others
+        return first + self._start_seconds(step), *others
 
     def stage_seconds(self, step: StepSize) -> tuple[float, ...]:
         """Seconds of each stage."""
-        first, *others = (stage.seconds(step) for stage in self._stages)
-        return first + _host_seconds(self._host, step), *others
+        first, *others = self.launch_stages(step)
+        return first + self.engine_seconds(step), *others
 
     def slowest(self, step: StepSize) -> int:
         """Number of the slowest stage."""
@@ -128,10 +127,13 @@ class StepTimer:
         """Times of the classes of ops in the slowest stage, and of the host, the longest first."""
         slowest = self.slowest(step)
         times = self._stages[slowest].class_times(step)
-        host = _host_seconds(self._host, step)
+        host = self._start_seconds(step) + self.engine_seconds(step)
         if host and slowest == 0:
             times.append(_time_of(HOST, 1, _Waits(host, 0.0, 0.0, 0.0)))
         return sorted(times, key=lambda time: -time.seconds)
+
+    def _start_seconds(self, step: StepSize) -> float:
+        return self._host.launch + self._host.launch_per_sequence * len(step.seqs)
 
     def op_seconds(self, step: StepSize, stage: int) -> dict[str, float]:
         """Seconds of all ops of a name, as in a profile."""
@@ -145,11 +147,6 @@ class _Waits(NamedTuple):
     memory: float
     arithmetic: float
     link: float
-
-
-def _host_seconds(host: HostTime, step: StepSize) -> float:
-    each = host.launch_per_sequence + host.engine_per_sequence
-    return host.launch + host.engine + each * len(step.seqs)
 
 
 def _time_of(part: str, calls: int, waits: _Waits) -> ClassTime:
@@ -231,6 +228,8 @@ class _StageTimer:
     ) -> tuple[float, dict[str, list[float]]]:
         key = key, step.kv_bytes
         if key not in self._kept:
+            if len(self._kept) == _MAX_KEPT:
+                self._kept.clear()
             self._kept[key] = self._sum(equals, step)
         return self._kept[key]
 

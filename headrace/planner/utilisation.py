@@ -9,13 +9,14 @@ from dataclasses import replace
 from math import floor
 from typing import Any, NamedTuple
 
-from headrace.backend_traits import traits_of
+from headrace.backend_traits import KvDtype, traits_of
 from headrace.planner import hardware
 from headrace.planner.calibration import stored_calibration
 from headrace.planner.hardware import Machine
 from headrace.planner.machine_files import machine_file_of
 from headrace.planner.roofline import op_kind
 from headrace.planner.step_time import StepTimer, equal_ops, known_reaches
+from headrace.program.kv import number_bytes
 from headrace.program.op import Kind, StepSize
 from headrace.program.trace import Program
 from headrace.record import frozen
@@ -152,6 +153,16 @@ class UseMeter:
             mbu={name: work.mbu(mean, roof) for name, roof in self.roofs.items()},
             mfu={name: work.mfu(mean, roof) for name, roof in self.roofs.items()},
         )
+
+
+def meter_of(program: Program, backend: str, threads: int, kv_dtype: KvDtype) -> UseMeter | None:
+    """The meter of a program on this machine. None if no command has measured the machine."""
+    machine = hardware.cached_machine(threads, backend)
+    if machine is None:
+        return None
+    kv_bytes = number_bytes(program.kv_groups, kv_dtype)
+    timer = planned(program, backend, threads, machine)
+    return UseMeter(program, kv_bytes, roofs_of(machine), timer)
 
 
 def planned(program: Program, backend: str, threads: int, machine: Machine) -> StepTimer | None:

@@ -6,9 +6,7 @@ The machine is known from an earlier `headrace doctor`, `profile` or `plan`.
 from collections.abc import Mapping
 from time import monotonic
 
-from headrace.planner import hardware
-from headrace.planner.utilisation import RecentSteps, StepUse, UseMeter, planned, roofs_of
-from headrace.program.kv import number_bytes
+from headrace.planner.utilisation import RecentSteps, StepUse, meter_of
 from headrace.program.trace import Program
 from headrace.remote.frames import EngineInfo
 from headrace.stats import STEP_KINDS, StepTotals
@@ -18,15 +16,7 @@ class StepWatch:
     """Reads the totals of the engine's steps. Between two readings the engine does nothing."""
 
     def __init__(self, program: Program, info: EngineInfo) -> None:
-        machine = hardware.cached_machine(info.threads, info.backend)
-        self._meter: UseMeter | None = None
-        if machine:
-            self._meter = UseMeter(
-                program,
-                number_bytes(program.kv_groups, info.kv_dtype),
-                roofs_of(machine),
-                planned(program, info.backend, info.threads, machine),
-            )
+        self._meter = meter_of(program, info.backend, info.threads, info.kv_dtype)
         self._recent = RecentSteps()
 
     def uses(self, figures: Mapping[str, float]) -> dict[str, StepUse]:
