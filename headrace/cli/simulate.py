@@ -84,7 +84,7 @@ def _add_sweep(group: argparse._ArgumentGroup) -> None:
         help="latencies at rising rates, and the knee: the most throughput for its latency",
     )
     group.add_argument(
-        "--svg", type=Path, metavar="FILE", help="SVG picture of the sweep, which FILE gets"
+        "--svg", type=Path, metavar="FILE", help="SVG file for a picture of the sweep"
     )
     group.add_argument(
         "--measured",
