@@ -240,6 +240,11 @@ class EngineConfig:
     @property
     def lossy(self) -> str:
         """Description of the lossy options in use; empty if the model runs unchanged."""
+        descriptions = (self._window_loss,)
+        return "; ".join(filter(None, descriptions))
+
+    @property
+    def _window_loss(self) -> str:
         if not self.attention_window:
             return ""
         sinks = f"the first {self.attention_sinks:,} and " if self.attention_sinks else ""
