@@ -180,6 +180,7 @@ def main() -> None:
     from headrace.measure.placed_model import open_model, stage_programs
     from headrace.measure.run_memory import run_memory, this_process
     from headrace.parallel.mesh import Mesh
+    from headrace.planner.host import available_memory
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -209,6 +210,8 @@ def main() -> None:
                 prompt=case.prompt,
                 output=case.output,
                 batch=case.batch,
+                memory=available_memory(),
+                max_model_len=case.prompt + case.output,
                 adapter=read_adapter(adapter, checkpoint.spec) if adapter else None,
             )
             sizes = map(str, (case.prompt, case.output, case.batch))

@@ -384,6 +384,9 @@ void bind_plan(nb::module_& m) {
           "keys. Groups are numbered in the order in "
           "which they come.")
       .def(
+          "start_kv", [](Plan& p) { available(p).start_kv(); },
+          "Begins to make KV memory resident ahead of its use.")
+      .def(
           "use_float_activations", [](Plan& p) { available(p).use_float_activations(); },
           "From now on quantised weights are multiplied with float32 activations; not those of "
           "int8 by row.")
@@ -527,6 +530,8 @@ void bind_plan(nb::module_& m) {
       },
       nb::arg("kv_dtype"), nb::arg("key_dim"), nb::arg("value_dim"),
       "Bytes of the keys and values of 32 tokens, of one layer and KV head.");
+  m.def("kv_bytes_ahead", &kv_bytes_ahead, nb::arg("bytes"),
+        "Bytes of the KV memory of a group of layers that are resident ahead of those in use.");
   m.def("packed_bytes", &packed_bytes, nb::arg("format"), nb::arg("rows"), nb::arg("cols"),
         "Bytes that a matrix in this stored format takes once it is packed.");
   m.def(

@@ -2,8 +2,10 @@
 // and block.
 #pragma once
 #include <algorithm>
+#include <memory>
 
 #include "kernels.h"
+#include "kv_pages.h"
 #include "memory.h"
 
 namespace headrace {
@@ -21,7 +23,8 @@ class KvCache {
         heads_(heads),
         blocks_(blocks),
         shape_(shape),
-        arena_(product({layers, heads, blocks}, shape.bytes())) {}
+        arena_(product({layers, heads, blocks}, shape.bytes())),
+        pages_(std::make_unique<KvPages>(arena_.data(), bytes())) {}
 
   int heads() const { return heads_; }
   int num_blocks() const { return blocks_; }
@@ -35,11 +38,19 @@ class KvCache {
     return arena_.data() + (before + within * chunk + block - first) * shape_.bytes();
   }
   void move(int source, int target) const;
+  // From now on some pages are resident before their blocks are used.
+  void start() const { pages_->use(0); }
+  // Says that blocks up to the one of `slot` are in use: pages after them become resident.
+  void use(int slot) const {
+    const int blocks = std::min(blocks_, (slot / kKvTile / kChunk + 1) * kChunk);
+    pages_->use(static_cast<size_t>(blocks) * layers_ * heads_ * shape_.bytes());
+  }
 
  private:
   int layers_, heads_, blocks_;
   KvRecord shape_;
   Arena arena_;
+  std::unique_ptr<KvPages> pages_;  // of the arena, so it goes first
 };
 
 // What is not finite is kept in the key, as NaN, and never in a value, where even a

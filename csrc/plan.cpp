@@ -328,6 +328,8 @@ bool Plan::run(int number, const Step& step) {
   adapters_.begin(step);
   step_number_++;
   kv_ahead_->begin(*this, step);
+  for (size_t g = 0; g < step.kv.size(); g++)
+    (*kv_)[g].cache.use(*std::max_element(step.kv[g].slots, step.kv[g].slots + step.rows));
   last_time_ = now();
   FirstError error;
   const int n = static_cast<int>(program.ops.size());

@@ -151,6 +151,10 @@ class Plan {
 
   // Adds a group of layers; groups are numbered in the order in which they come.
   void add_kv_group(KvGroup group) { kv_->push_back(std::move(group)); }
+  // From now on some KV memory is resident before its blocks are used.
+  void start_kv() {
+    for (const KvGroup& group : *kv_) group.cache.start();
+  }
 
   // From now on quantised weights are multiplied with float32 activations; not those of
   // int8 by row.

@@ -268,6 +268,7 @@ def _print(found: "Plan", price: float | None) -> None:
         parts = {
             "weights": run.weights,
             **{f"KV of {layers}": kv for layers, kv in run.kv_groups.items()},
+            "KV ahead of its use": run.kv_ahead,
             "activations": run.activations,
             "interpreter and engine": run.base,
             "tokenizer": run.tokenizer,

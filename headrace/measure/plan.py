@@ -233,6 +233,7 @@ def _run_memory(
         prompt=workload.prompt,
         output=workload.output,
         batch=workload.batch,
+        memory=place.memory,
     )
 
 

@@ -41,7 +41,7 @@ def memory_parts(found: Plan) -> list[MemoryPart]:
     if run := found.run_memory:
         return [
             MemoryPart("weights", run.weights),
-            MemoryPart("KV", run.kv),
+            MemoryPart("KV", run.kv + run.kv_ahead),
             MemoryPart("activations", run.activations),
             MemoryPart("engine", run.base),
             MemoryPart("tokenizer", run.tokenizer),

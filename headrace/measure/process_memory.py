@@ -9,6 +9,7 @@ from headrace.measure.placed_model import open_model, stage_programs
 from headrace.measure.run_memory import run_memory
 from headrace.measure.tiny_model import write_tiny_model
 from headrace.parallel.mesh import Mesh
+from headrace.planner.host import available_memory
 from headrace.planner.memory import SHIPPED_PROCESS, ProcessMemory
 
 _BATCH, _PROMPT, _OUTPUT, _VOCAB = 8, 500, 12, 512
@@ -49,7 +50,9 @@ def measure_process() -> ProcessMemory:
             prompt=_PROMPT,
             output=_OUTPUT,
             batch=_BATCH,
+            memory=available_memory(),
         )
     resident = int(run.stdout)
-    base = resident - model.loaded - model.kv - model.activations + _REAL_MODEL_BYTES
+    used = model.loaded + model.kv + model.kv_ahead + model.activations
+    base = resident - used + _REAL_MODEL_BYTES
     return ProcessMemory(base=base, per_token=SHIPPED_PROCESS.per_token)

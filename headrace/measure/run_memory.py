@@ -1,9 +1,12 @@
 """Memory of a run of a model on this machine's CPU, counted before the run."""
 
+from headrace import _native
 from headrace.backend import instructions
 from headrace.backend.cpu.memory import activation_bytes, low_rank_bytes
 from headrace.backend_traits import KvDtype, traits_of
 from headrace.checkpoint.load import Checkpoint
+from headrace.config import EngineConfig
+from headrace.loader.kv_size import KvUse, Memory, size_kv
 from headrace.planner.calibration import stored_calibration
 from headrace.planner.memory import (
     SHIPPED_PROCESS,
@@ -37,11 +40,14 @@ def run_memory(
     prompt: int,
     output: int,
     batch: int,
+    memory: int,
+    max_model_len: int = 0,
     adapter: Adapter | None = None,
 ) -> RunMemory:
     """Count the resident bytes of `LLM` with `batch` requests that start together.
 
-    `program` is lowered for the `cpu` backend. All requests have the adapter.
+    `program` is lowered for the `cpu` backend. `memory`: free bytes before the model is loaded.
+    `max_model_len`: as in `EngineConfig`. All requests have the adapter.
     """
     traits = traits_of("cpu")
     count = activation_bytes(
@@ -57,6 +63,7 @@ def run_memory(
             batch,
             traits.kv_block_size,
         ),
+        kv_ahead=_kv_ahead(program, kv_dtype, memory, max_model_len or checkpoint.spec.max_context),
         activations=whole_pages(count(_largest(program, kv_dtype, prompt, batch))),
         base=process.base,
         tokenizer=round(process.per_token * checkpoint.spec.vocab_size),
@@ -66,6 +73,17 @@ def run_memory(
             if not tensor.is_mapped and not _is_dummy(tensor)
         ),
         packing=packing_bytes(program, {t.name: t.nbytes for t in checkpoint.tensors.values()}),
+    )
+
+
+def _kv_ahead(program: Program, kv_dtype: KvDtype, memory: int, max_model_len: int) -> int:
+    """Bytes of KV that an engine with default options keeps resident ahead of its blocks in use."""
+    config = EngineConfig(backend="cpu", kv_dtype=kv_dtype)
+    use = KvUse(program.kv_groups, config.max_rows)
+    [kv] = size_kv([use], config, max_model_len, program.weight_bytes, Memory(memory))
+    return sum(
+        _native.kv_bytes_ahead(count * group.block_bytes(kv_dtype, kv.block_size))
+        for count, group in zip(kv.num_blocks, program.kv_groups, strict=True)
     )
 
 

@@ -38,6 +38,8 @@ class RunMemory:
     weights: int
     kv_groups: Mapping[str, int]
     """Bytes by group of layers."""
+    kv_ahead: int
+    """Bytes of KV that are resident ahead of those in use (`csrc/kv_pages.h`)."""
     activations: int
     base: int
     tokenizer: int
@@ -57,7 +59,8 @@ class RunMemory:
     @property
     def peak(self) -> int:
         # While a tokenizer is built, its vocabulary exists twice.
-        return self.loaded + max(self.packing, self.tokenizer, self.kv + self.activations)
+        running = self.kv + self.kv_ahead + self.activations
+        return self.loaded + max(self.packing, self.tokenizer, running)
 
 
 def resident_weights(program: Program) -> int:

@@ -197,6 +197,7 @@ BUILDER: dict[str, Maker] = {
     "add_table_pair": several(table, table),
     "fill_table": table_rows,
     "fill_table_blocks": table_blocks,
+    "start_kv": several(),
     "use_float_activations": several(),
     "add_vector": lambda rng: (spoilt(rng, np.ones(rng.choice([16, 32, 64]), np.float32)),),
     "add_weight": weight,

@@ -100,13 +100,20 @@ def test_memory_of_a_run() -> None:
     checkpoint = random_checkpoint("dense", CONFIGS["dense"], "BF16")
     program = stage_programs(checkpoint, "cpu", Mesh())[0]
     found = run_memory(
-        checkpoint, program, PROCESS, kv_dtype="bf16", prompt=100, output=20, batch=3
+        checkpoint,
+        program,
+        PROCESS,
+        kv_dtype="bf16",
+        prompt=100,
+        output=20,
+        batch=3,
+        memory=8 << 30,
     )
     assert found.tokenizer == 2 * 96 and found.base == 1000
     # The tensors of a random model are arrays, not pages of a file.
     assert found.converted == sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     assert found.loaded == 1000 + 192 + found.converted + found.weights
-    assert found.peak == found.loaded + found.kv + found.activations
+    assert found.peak == found.loaded + found.kv + found.kv_ahead + found.activations
     # Three runs of eight blocks of 32 tokens, in whole pages.
     block = sum(group.block_bytes("bf16", 32) for group in program.kv_groups)
     assert found.kv == whole_pages(24 * block)

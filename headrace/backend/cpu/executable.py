@@ -224,6 +224,7 @@ class CpuExecutable:
 
     def prepare(self, max_rows: int, max_logit_rows: int) -> None:
         self.wait_for_weights()
+        self.plan.start_kv()
 
     def wait_for_weights(self) -> None:
         """Wait for the thread that packs. Raises FormatError for a file that cannot be read."""
