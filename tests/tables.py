@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from headrace.quant.formats import StoredTensor, plain_table
+from headrace.quant.sparse import largest_two, places_of
 from headrace.quant.spec import NUMBERS, Number, QuantSpec
 
 KINDS = {
@@ -23,6 +24,14 @@ KINDS = {
     "e5m2-row": QuantSpec(8, 0, "bf16", codebook="e5m2"),
 }
 
+SPARSE_KINDS = {
+    "int8-row-2:4": QuantSpec(8, 0, "f32", is_sparse=True),
+    "int8-2:4": QuantSpec(8, 32, "bf16", is_sparse=True),
+    "int4-2:4": QuantSpec(4, 128, is_sparse=True),
+    "int4-row-2:4": QuantSpec(4, 0, "f32", is_sparse=True),
+    "bf16-2:4": QuantSpec(16, 0, "none", codebook="bf16", is_sparse=True),
+}
+
 
 def random_table(
     kind: str,
@@ -37,7 +46,7 @@ def random_table(
 
     With `fill` all codes are `fill`.
     """
-    return random_codes(KINDS[kind], rows, cols, seed, name, scale, fill)
+    return random_codes((KINDS | SPARSE_KINDS)[kind], rows, cols, seed, name, scale, fill)
 
 
 def random_codes(
@@ -51,19 +60,25 @@ def random_codes(
 ) -> StoredTensor:
     """Return a random matrix in a format whose scales are plain numbers."""
     rng = np.random.default_rng(seed)
+    code_shape, dtype = (rows, spec.num_codes(cols)), np.uint16 if spec.bits > 8 else np.uint8
     codes = (
-        rng.integers(0, 1 << spec.bits, (rows, cols), np.uint8)
+        rng.integers(0, 1 << spec.bits, code_shape, dtype)
         if fill is None
-        else np.full((rows, cols), fill, np.uint8)
+        else np.full(code_shape, fill, dtype)
     )
-    if not np.isfinite(spec.values).all():
+    if spec.codebook == "bf16":
+        values = rng.standard_normal(code_shape) * scale
+        codes = _stored(values, "bf16") if fill is None else codes
+    if spec.codebook != "bf16" and not np.isfinite(spec.values).all():
         codes[~np.isfinite(spec.values)[codes]] = 0
     size = float(np.abs(spec.values[codes]).max()) or 1.0
     shape = rows, spec.num_scales(cols)
-    parts: dict[str, Any] = {
-        "codes": codes,
-        "scales": _stored(rng.uniform(-2, 2, shape) * scale / size, spec.scale),
-    }  # type: ignore[arg-type]
+    parts: dict[str, Any] = {"codes": codes}
+    if spec.scale != "none":
+        scales = rng.uniform(-2, 2, shape) * scale / size
+        parts["scales"] = _stored(scales, spec.scale)  # type: ignore[arg-type]
+    if spec.is_sparse:
+        parts["places"] = places_of(largest_two(rng.random((rows, cols), np.float32)))
     if spec.zero_type == "u8":
         parts["zeros"] = rng.integers(0, 1 << spec.bits, shape, np.uint8)
     elif spec.zero_type:

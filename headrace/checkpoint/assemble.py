@@ -123,7 +123,7 @@ def _checked(
             f"{where}: tensor {source} has type {tensor.format.name}, which is not a type of "
             "weights without a quantisation method"
         )
-    if place.transposed and not place.slab and tensor.format.quantised:
+    if place.transposed and not place.slab and not tensor.format.is_plain:
         raise UnsupportedModelError(
             f"{where}: tensor {source} is transposed, which {tensor.format.name} with its scales "
             "by row does not support"
@@ -146,7 +146,7 @@ def _model_tensor(
         return StoredTensor.from_floats(name, values)
     if place.slab:
         tensor = tensor.take(name, place.slab(spec, numbers))
-    if place.transposed and tensor.format.quantised:
+    if place.transposed and not tensor.format.is_plain:
         tensor = StoredTensor.from_floats(name, tensor.dequantise().T)
     elif place.transposed:
         tensor = tensor.transposed()

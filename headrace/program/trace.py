@@ -370,7 +370,7 @@ def _kind(stored: Format) -> Kind:
         return "f32"
     if stored.quantised:
         return "int8"
-    return "bf16" if stored.name == "BF16" else "f32"
+    return "bf16" if stored.is_bf16 else "f32"
 
 
 def trace(forward: Callable[[Tracer], Value], tensors: Mapping[str, StoredTensor]) -> Program:

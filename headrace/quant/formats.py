@@ -61,12 +61,31 @@ class Format:
     @property
     def bits(self) -> float:
         """Bits of a number, without scales."""
+        if self.spec and self.spec.is_sparse:
+            return self.spec.bits / 2 + 1
         return self.spec.bits if self.spec else 8 * self.nbytes / self.block
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a value is one number on its own."""
+        return self.block == 1 and len(self.parts) == 1
 
     @property
     def quantised(self) -> bool:
         """Whether kernels multiply it with int8 activations."""
-        return self.block > 1 or len(self.parts) > 1
+        return not self.is_plain and not self.is_bf16
+
+    @property
+    def is_bf16(self) -> bool:
+        """Whether values are bf16, all of them or two of four."""
+        return self.name == "BF16" or (self.spec is not None and self.spec.codebook == "bf16")
+
+    @property
+    def needs_rows_in_int8(self) -> bool:
+        """Whether kernels multiply it with int8 activations that have one scale per row."""
+        if self.spec is not None and self.spec.is_sparse:
+            return self.spec.needs_rows_in_int8
+        return "row_scales" in self.parts and self.table_rows is None
 
     @property
     def needs_floats(self) -> bool:
@@ -158,11 +177,19 @@ def _table_blocks(name: str, block: int, nbytes: int, spec: QuantSpec) -> Format
 
 @cache
 def plain_table(spec: QuantSpec) -> Format:
-    parts = _CODES | table_parts(spec)
+    """The format of a matrix whose parts are the arrays of `TableRows`, one code in a number."""
+    parts = {"codes": TensorPart("<u2" if spec.codebook == "bf16" else "u1"), **table_parts(spec)}
+    if spec.is_sparse:
+        parts["places"] = TensorPart("u1")
 
     def table_rows(stored: dq.Parts, rows: dq.Rows) -> TableRows:
-        zeros = stored["zeros"][rows] if "zeros" in stored else None
-        return TableRows(stored["codes"][rows], stored["scales"][rows], zeros)
+        codes = stored["codes"][rows]
+        return TableRows(
+            codes,
+            stored["scales"][rows] if "scales" in stored else np.empty((len(codes), 0), np.float32),
+            stored["zeros"][rows] if "zeros" in stored else None,
+            stored["places"][rows] if "places" in stored else None,
+        )
 
     return table_format(spec.name, spec, parts, table_rows)
 

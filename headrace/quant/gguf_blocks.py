@@ -40,7 +40,7 @@ def table_rows(name: str, stored: Bytes) -> TableRows:
     """From [rows, blocks of a row, bytes]."""
     rows, blocks, nbytes = stored.shape
     with np.errstate(invalid="ignore"):
-        codes, scales, _ = _TABLES[name](
+        codes, scales, _, _ = _TABLES[name](
             np.ascontiguousarray(stored).reshape(rows * blocks, nbytes)
         )
     return TableRows(

@@ -1,17 +1,29 @@
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.quant.arrays import Floats
+from headrace.quant.sparse import spread
 from headrace.record import frozen
 
 Number = Literal["u8", "f16", "bf16", "f32"]
 """bf16 is stored in uint16."""
-ScaleType = Number | Literal["e8m0", "3-bit", "4-bit", "6-bit", "8-bit"]
-"""Powers of two (e8m0), or integers of a super-block."""
+ScaleType = Number | Literal["none", "e8m0", "3-bit", "4-bit", "6-bit", "8-bit"]
+"""No scale, powers of two (e8m0), or integers of a super-block."""
 Codebook = Literal[
-    "integer", "e2m1", "e4m3", "e5m2", "nf4", "fp4", "iq4_nl", "iq1", "iq2", "iq3_xxs", "iq3_s"
+    "integer",
+    "e2m1",
+    "e4m3",
+    "e5m2",
+    "bf16",
+    "nf4",
+    "fp4",
+    "iq4_nl",
+    "iq1",
+    "iq2",
+    "iq3_xxs",
+    "iq3_s",
 ]
 
 PLAIN: dict[str, Number] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
@@ -22,6 +34,7 @@ NUMBERS: dict[Number, np.dtype] = {
     "f32": np.dtype("<f4"),
 }
 _SCALE_BITS: dict[ScaleType, int] = {
+    "none": 0,
     "u8": 8,
     "f16": 16,
     "bf16": 16,
@@ -136,13 +149,19 @@ class QuantSpec:
     """Columns whose integer scales share a float16."""
     has_wide_outliers: bool = False
     """Whether activations beyond 6 stay float32 (LLM.int8, Dettmers et al. 2022)."""
+    is_sparse: bool = False
+    """Whether two values of every four columns are kept, with a bit per column for their places
+    (2:4, Mishra et al. 2021). All other values are 0.
+    """
 
     @property
     def name(self) -> str:
-        """For display: int4 g128, e4m3 by row."""
+        """For display: `int4 g128, f16`, `e4m3 by row, f32`, `int8 by row, f32, 2:4`."""
         code = f"int{self.bits}" if self.codebook == "integer" else self.codebook
         zero = {"none": "", "point": ", zero points", "minimum": ", minima"}[self.zero]
-        return f"{code} {f'g{self.group}' if self.group else 'by row'}, {self.scale}{zero}"
+        scale = f" {f'g{self.group}' if self.group else 'by row'}, {self.scale}"
+        sparsity = ", 2:4" if self.is_sparse else ""
+        return f"{code}{'' if self.scale == 'none' else scale}{zero}{sparsity}"
 
     @property
     def values(self) -> NDArray[np.float32]:
@@ -152,10 +171,22 @@ class QuantSpec:
     def needs_floats(self) -> bool:
         return self.codebook in FRACTION_BITS or self.group == 16
 
+    @property
+    def needs_rows_in_int8(self) -> bool:
+        """Whether kernels multiply it with int8 activations that have one scale per row."""
+        return self.is_sparse and self.codebook == "integer" and self.bits == 8 and not self.group
+
     def num_scales(self, cols: int) -> int:
+        if self.scale == "none":
+            return 0
         return -(-cols // self.group) if self.group else 1
 
+    def num_codes(self, cols: int) -> int:
+        """Codes of a row of `cols` columns."""
+        return (cols // 2 if self.is_sparse else cols) // self.code_cols
+
     def table_bytes(self, rows: int, cols: int) -> int:
+        """Bytes of codes, places, scales and zeros of a matrix."""
         zero_bits = 0
         if self.zero_type:
             zero_bits = _SCALE_BITS[self.zero_type]
@@ -164,14 +195,23 @@ class QuantSpec:
         scale_bits = self.num_scales(cols) * (_SCALE_BITS[self.scale] + zero_bits)
         if self.super_block:
             scale_bits += 16 * (cols // self.super_block) * (2 if zero_bits else 1)
-        code_bytes = -(-cols * self.bits // (8 * self.code_cols))
-        return rows * (code_bytes + scale_bits // 8)
+        code_bytes = -(-self.num_codes(cols) * self.bits // 8)
+        place_bytes = -(-cols // 8) if self.is_sparse else 0
+        return rows * (code_bytes + place_bytes + scale_bits // 8)
 
 
 class TableRows(NamedTuple):
-    codes: NDArray[np.uint8]  # [rows, cols]
+    """Rows of a matrix: codes, and the numbers that give them a value.
+
+    Codes are uint16 for bf16, else uint8. If the format is sparse, only kept values have codes,
+    in the order of their columns, and bit c % 8 of byte c // 8 of a row of `places` says whether
+    the value of column c is kept.
+    """
+
+    codes: NDArray[Any]  # [rows, `QuantSpec.num_codes`]
     scales: NDArray[np.generic]  # [rows, scales of a row], in `QuantSpec.scale`
     zeros: NDArray[np.generic] | None = None  # [rows, scales of a row], in `QuantSpec.zero_type`
+    places: NDArray[np.uint8] | None = None  # [rows, bytes of a row]
 
 
 def floats(numbers: NDArray[np.generic], number: ScaleType | None) -> NDArray[np.float32]:
@@ -196,17 +236,24 @@ def code_values(spec: QuantSpec) -> NDArray[np.float32]:
         return (codes - (1 << spec.bits - 1 if spec.zero == "none" else 0)).astype(np.float32)
     if spec.codebook in CODEBOOKS:
         return np.array(CODEBOOKS[spec.codebook], np.float32)
+    if spec.codebook == "bf16":
+        return floats(codes, "bf16")
     return small_floats(FRACTION_BITS[spec.codebook])
 
 
 def dequantise_rows(spec: QuantSpec, rows: TableRows) -> NDArray[np.float32]:  # [rows, cols]
-    cols = rows.codes.shape[1]
+    codes = floats(rows.codes, "bf16") if spec.codebook == "bf16" else spec.values[rows.codes]
+    if rows.places is not None:
+        codes = spread(codes, rows.places)
+    if spec.scale == "none":
+        return codes
+    cols = codes.shape[1]
     group = spec.group or cols
 
     def by_column(numbers: NDArray[np.generic], number: ScaleType | None) -> Floats:
         return np.repeat(floats(numbers, number), group, axis=1)[:, :cols]
 
-    codes, scales = spec.values[rows.codes], by_column(rows.scales, spec.scale)
+    scales = by_column(rows.scales, spec.scale)
     if rows.zeros is None:
         return codes * scales
     zeros = by_column(rows.zeros, spec.zero_type)

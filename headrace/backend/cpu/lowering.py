@@ -127,10 +127,7 @@ class Lowering:
 
         `packs_groups`: the op can pack groups of columns.
         """
-        has_row_scales = any(
-            "row_scales" in read.parts and not read.table_rows
-            for read, _ in self.readers.get(out.id, ())
-        )
+        has_row_scales = any(read.needs_rows_in_int8 for read, _ in self.readers.get(out.id, ()))
         if not out.packed or (packs_groups and not has_row_scales):
             return lower(self.buffer(out))
         unpacked = replace(out, id=-1, packed=False)

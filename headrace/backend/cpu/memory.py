@@ -130,11 +130,11 @@ class BufferCounter:
 
     def _form(self, format: Format, offset: bool) -> _Form:
         """The form of activations that kernels multiply a weight with (`form_for`)."""
-        if format.name in ("I8_ROW", "I8_MIXED"):
-            return "q8_row" if format.name == "I8_ROW" else "q8_mixed"
+        if format.needs_rows_in_int8:
+            return "q8_mixed" if format.name == "I8_MIXED" else "q8_row"
         if format.quantised and not _is_float8(format):
             return "q8_offset" if offset else "q8"
-        return "bf16" if format.name == "BF16" and self._has_bf16 else "f32"
+        return "bf16" if format.is_bf16 and self._has_bf16 else "f32"
 
 
 class _CountedLowering(Lowering):

@@ -99,6 +99,8 @@ def _table_spec(tensor: StoredTensor) -> _native.TableSpec | None:
     spec = tensor.format.spec
     if spec is None or tensor.format.table_rows is None:
         return None
+    if spec.is_sparse:
+        raise ValueError("2:4 sparse weights have no kernel on cpu yet")
     values = list(CODEBOOKS[spec.codebook]) if spec.codebook in CODEBOOKS else []
     codes = "lookup" if values else str(spec.bits) if spec.codebook == "integer" else spec.codebook
     columns = spec.group or -(-tensor.cols // GROUP) * GROUP
