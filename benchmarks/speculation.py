@@ -22,7 +22,7 @@ from speculation_texts import WORKLOADS, prompts
 from headrace import LLM, SamplingParams
 from headrace.outputs import RequestOutput
 from headrace.speculation.manager import SpeculationManager
-from headrace.speculation.proposers import METHODS, REQUIRED_OPTION, DraftModels, enabled_methods
+from headrace.speculation.proposers import METHODS, REQUIRED_OPTIONS, DraftModels, enabled_methods
 
 WAYS = ("off", "again", "ngram", "lookahead", "jacobi", "online", "auto")
 TWIN = "again"
@@ -151,7 +151,7 @@ def speculation(llm: LLM, method: str) -> SpeculationManager:
     models = {
         name: guard._proposer
         for name, guard in engine._speculation._guards.items()
-        if name in REQUIRED_OPTION
+        if name in REQUIRED_OPTIONS
     }
     named: dict[str, Any] = {"proposer": "off" if method == TWIN else method}
     config = replace(engine.config, **named)
@@ -183,7 +183,7 @@ def main() -> None:
         "--methods",
         type=lambda text: text.split(","),
         default=list(WAYS),
-        help=f"of {', '.join((*WAYS, *REQUIRED_OPTION))}",
+        help=f"of {', '.join((*WAYS, *REQUIRED_OPTIONS))}",
     )
     parser.add_argument(
         "--no-control", action="store_true", help="use all drafts, even if they do not pay"
@@ -192,7 +192,7 @@ def main() -> None:
         "--draft-model", metavar="MODEL", help="draft model of draft_model and auto"
     )
     parser.add_argument(
-        "--draft-layers", type=int, metavar="N", help="draft layers of self_draft and auto"
+        "--draft-layers", metavar="LAYERS", help="draft layers of self_draft and auto"
     )
     parser.add_argument(
         "--medusa-heads", metavar="FILE", help="file with the heads of medusa and auto"
@@ -210,7 +210,9 @@ def main() -> None:
     blocks = max(args.batches) * TOKENS_OF_SEQUENCE // 32
     options = {"threads": args.threads, "kv_blocks": blocks, "max_model_len": 2048}
     models = {
-        option: value for option in REQUIRED_OPTION.values() if (value := getattr(args, option))
+        option: value
+        for option in ("draft_model", "draft_layers", "medusa_heads")
+        if (value := getattr(args, option))
     }
     llm = LLM(
         args.model,

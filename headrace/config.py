@@ -180,9 +180,13 @@ class EngineConfig:
     """Draft model for `draft_model`: an alias, path, `hf:` or `pypi:` name of a smaller
     model with the same vocabulary.
     """
-    draft_layers: int = 0
-    """Number of the model's first layers that draft for `self_draft`;
-    `headrace calibrate` suggests a number.
+    draft_layers: int | str | tuple[int, ...] = 0
+    """Layers of the model that draft for `self_draft`: a number of first layers, or a list of
+    layers from 0, such as `0-9,14,29`; 0: all. `headrace calibrate` suggests them.
+    """
+    draft_weights: str = ""
+    """Weights that draft for `self_draft` in place of the model's: a file or folder of the
+    same model in fewer bytes (a smaller format, 2:4, experts). Equal tensors are shared.
     """
     medusa_heads: str = ""
     """Safetensors file for `medusa`, with heads that were trained for the model."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.engine.engine import Stats
-from headrace.speculation.proposers import PROPOSERS, REQUIRED_OPTION
+from headrace.speculation.proposers import PROPOSERS, REQUIRED_OPTIONS
 from headrace.structured_outputs import StructuredOutputs
 
 PAGE = Path(__file__).parents[1] / "docs/internals/composability.md"
@@ -41,7 +41,7 @@ METHODS = [
     *(
         Method(TITLES[name], {"proposer": name, "adaptive_speculation": False})
         for name in PROPOSERS
-        if name not in REQUIRED_OPTION and name != "off"
+        if name not in REQUIRED_OPTIONS and name != "off"
     ),
     Method("auto, adaptive", {"proposer": "auto"}, happened=lambda stats: stats.steps > 0),
     Method("draft model", draft={"how": "draft_model"}),

@@ -17,7 +17,7 @@ from headrace.program.trace import trace
 from headrace.proposer import Proposer
 from headrace.quant.formats import StoredTensor
 from headrace.speculation.proposers import (
-    REQUIRED_OPTION,
+    REQUIRED_OPTIONS,
     DraftModel,
     DraftModels,
     enabled_methods,
@@ -52,7 +52,7 @@ def draft_engine(
     spec, tensors = model
     size = BLOCK_SIZE[backend]
     required: dict[str, Any] = {
-        option: 1 for method, option in REQUIRED_OPTION.items() if how in (method, "auto")
+        options[0]: 1 for method, options in REQUIRED_OPTIONS.items() if how in (method, "auto")
     }
     draft_config = EngineConfig(
         proposer=how,
@@ -88,9 +88,9 @@ def draft_engine(
             draft_models, draft=DraftModel(compiled, manager, max_length or spec.max_context)
         )
     if "self_draft" in methods:
-        short_spec = replace(spec, num_layers=layers, windows=spec.windows[:layers])
+        short_spec = spec.with_layers(range(layers))
         first_layers = trace_model(short_spec, tensors).with_window(*window)
-        draft_models = replace(draft_models, first_layers=target.attach(first_layers, tensors))
+        draft_models = replace(draft_models, self_draft=target.attach(first_layers, tensors))
     if "medusa" in methods:
         draft_models = replace(draft_models, heads=medusa_heads(target, spec, depth))
     proposers = make_proposers(draft_config, draft_models)

@@ -69,7 +69,7 @@ def batch_for(executable: CudaExecutable, number: int, before: int, rows: int) -
 def try_tiles(kind: KvDtype, step: tuple[int, int, int], smoke: bool) -> dict[str, float]:
     """Seconds of a layer's attention with each tile that fits."""
     spec = replace(SPECS["tiny" if smoke else "8b"], vocab_size=4096)
-    spec = spec.first_layers(min(LAYERS, spec.num_layers))
+    spec = spec.with_layers(range(min(LAYERS, spec.num_layers)))
     usual, took, names, number = tiles_for, dict[str, float](), ["chosen"], 0
     slots = step[0] * (step[1] + step[2] + programs.BLOCK_SIZE)
 

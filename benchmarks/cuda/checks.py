@@ -216,7 +216,7 @@ class Model:
     """An executable with a few layers. Each check has its own sequences."""
 
     def __init__(self, name: str, format: str, kv: KvDtype, scale: Scale) -> None:
-        spec = SPECS[name].first_layers(min(2, SPECS[name].num_layers))
+        spec = SPECS[name].with_layers(range(min(2, SPECS[name].num_layers)))
         self.spec = replace(spec, vocab_size=min(4096, spec.vocab_size), tied_embeddings=False)
         self.scale, self.most_tokens = scale, scale.prompt + 64
         experts = "MXFP4_PAIRS" if name.endswith("experts") else ""

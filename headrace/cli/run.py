@@ -70,6 +70,7 @@ _ENGINE_OPTIONS = (
     "acceptance_method",
     "draft_model",
     "draft_layers",
+    "draft_weights",
     "medusa_heads",
     "draft_depth",
     "draft_width",
@@ -184,10 +185,12 @@ def _add_speculation(group: Arguments) -> None:
         "smaller model with the same vocabulary (for the proposer draft_model)",
     )
     text = (
-        "number of the model's first layers that draft (for the proposer self_draft); `headrace "
-        "calibrate` suggests a number"
+        "number of the model's first layers that draft (for the proposer self_draft), or a list of "
+        "layers such as 0-9,14,29; `headrace calibrate` suggests them"
     )
-    _add(group, "draft_layers", "N", text, int)
+    _add(group, "draft_layers", "LAYERS", text)
+    text = "the same model in fewer bytes, which drafts with its weights (for self_draft)"
+    _add(group, "draft_weights", "MODEL", text)
     _add(
         group,
         "medusa_heads",

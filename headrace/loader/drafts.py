@@ -1,4 +1,4 @@
-"""Opens, checks and compiles draft models, self-drafting layers and Medusa heads."""
+"""Opens, checks and compiles draft models, self-drafts and Medusa heads."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -16,6 +16,8 @@ from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig, KvConfig
 from headrace.errors import FormatError, ModelNotFoundError, RequestError
 from headrace.kv.manager import KvManager
+from headrace.loader.draft_vocabulary import check_vocabulary, with_vocab_size
+from headrace.loader.self_draft import SelfDraft, open_self_draft, shortened_program
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.program.trace import Program, trace
@@ -26,8 +28,6 @@ from headrace.speculation.proposers.draft_model import max_rows
 from headrace.speculation.proposers.medusa import head_forward
 
 _MAX_HEADS = 16
-_NEVER = -1e9
-"""Logit bias of tokens that a model does not have; finite, because samplers check logits."""
 
 
 class Attachable(Protocol):
@@ -41,14 +41,15 @@ class Attachable(Protocol):
 
 @frozen
 class DraftCheckpoints:
-    """Draft model and Medusa heads of a configuration, opened but not compiled."""
+    """Draft model, Medusa heads and self-draft of a configuration, opened but not compiled."""
 
     draft: Checkpoint | None = None
     heads: Mapping[str, StoredTensor] | None = None
+    self_draft: SelfDraft | None = None
 
     def weight_bytes(self, backend: str, target: ModelSpec) -> int:
         """Return the bytes of their weights in the backend's memory, without the target's."""
-        total = 0
+        total = self.self_draft.own_weight_bytes(backend, target) if self.self_draft else 0
         if self.draft:
             program = trace_model(self.draft.spec, self.draft.tensors)
             total += lower_program(backend, program, self.draft.tensors).weight_bytes
@@ -61,21 +62,17 @@ class DraftCheckpoints:
 def open_draft_checkpoints(
     config: EngineConfig, target: Checkpoint, load_tokenizer: Callable[[], Tokenizer]
 ) -> DraftCheckpoints:
-    """Open the draft model and the Medusa heads of `target`, if they are configured.
+    """Open the draft model, the heads and the draft weights of `target`, if configured.
 
     `load_tokenizer` returns the target's tokenizer; without drafts it is not called.
     Raises ModelError as `open_checkpoint` does. Raises RequestError if the draft model
-    has another vocabulary, the heads belong to another model, or `draft_layers` exceeds
-    the model's layers.
+    has another vocabulary, the heads belong to another model, `draft_layers` exceeds the
+    model's layers, or `draft_weights` is not a form of the model.
     """
-    layers, max_layers = config.draft_layers, target.spec.num_layers - 1
     methods = enabled_methods(config)
-    if "self_draft" in methods and not 1 <= layers <= max_layers:
-        raise RequestError(
-            f"draft_layers is {layers}, but must be 1 to {max_layers} for this model; `headrace "
-            "calibrate` suggests a number"
-        )
-    draft = heads = None
+    draft = heads = self_draft = None
+    if "self_draft" in methods:
+        self_draft = open_self_draft(config, target, load_tokenizer)
     if "draft_model" in methods and config.draft_model:
         draft = open_checkpoint(
             resolve(config.draft_model), is_absorbed=config.latent_attention == "absorbed"
@@ -85,11 +82,11 @@ def open_draft_checkpoints(
                 f"draft_model '{config.draft_model}' only computes embeddings: its files have no "
                 "head (lm_head.weight); choose a model that generates text"
             )
-        _check_vocabulary(config.draft_model, draft, load_tokenizer())
-        draft = _with_vocab_size(draft, target.spec.vocab_size)
+        check_vocabulary("draft_model", config.draft_model, draft, load_tokenizer())
+        draft = with_vocab_size(draft, target.spec.vocab_size)
     if "medusa" in methods and config.medusa_heads:
         heads = read_heads(Path(config.medusa_heads), target.spec, load_tokenizer().vocab_size)
-    return DraftCheckpoints(draft, heads)
+    return DraftCheckpoints(draft, heads, self_draft)
 
 
 def model_program(config: EngineConfig, checkpoint: Checkpoint) -> Program:
@@ -124,15 +121,14 @@ def compile_draft_models(
         draft_models = replace(
             draft_models, draft=DraftModel(compiled, manager, checkpoint.spec.max_context)
         )
-    if "self_draft" in enabled_methods(config):
-        short = first_layers(target, config.draft_layers).with_window(
-            config.attention_window, config.attention_sinks
-        )
-        draft_models = replace(draft_models, first_layers=executable.attach(short, target.tensors))
-    if tensors := draft_checkpoints.heads:
-        programs = _head_programs(target.spec, tensors)
+    if self_draft := draft_checkpoints.self_draft:
+        program = shortened_program(config, target, self_draft)
+        tensors = {**target.tensors, **self_draft.own}
+        draft_models = replace(draft_models, self_draft=executable.attach(program, tensors))
+    if heads := draft_checkpoints.heads:
+        programs = _head_programs(target.spec, heads)
         draft_models = replace(
-            draft_models, heads=[executable.attach(program, tensors) for program in programs]
+            draft_models, heads=[executable.attach(program, heads) for program in programs]
         )
     return draft_models
 
@@ -142,11 +138,6 @@ def _head_programs(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> Iter
         trace(partial(head_forward, i, spec.dim, spec.vocab_size), tensors)
         for i in range(len(tensors) // 3)
     )
-
-
-def first_layers(target: Checkpoint, layers: int) -> Program:
-    """Trace a model's first layers, with its final norm and its head."""
-    return trace_model(target.spec.first_layers(layers), target.tensors)
 
 
 def read_heads(path: Path, spec: ModelSpec, num_tokens: int) -> dict[str, StoredTensor]:
@@ -201,46 +192,3 @@ def _padded_head(tensor: StoredTensor, num_tokens: int, size: int) -> StoredTens
     if len(tensor.shape) != 2 or not num_tokens <= tensor.rows != size:
         return tensor
     return tensor.take(tensor.name, np.minimum(np.arange(size), tensor.rows - 1))
-
-
-def _check_vocabulary(name: str, draft: Checkpoint, tokenizer: Tokenizer) -> None:
-    """Raise RequestError unless the draft model named `name` has the target's tokens.
-
-    Control tokens may differ: the target verifies drafts, so they only cost acceptance.
-    """
-    other = draft.load_tokenizer()
-    control = tokenizer.special_ids & other.special_ids
-    for token in range(min(tokenizer.vocab_size, other.vocab_size)):
-        drafted, own = other.token_bytes(token), tokenizer.token_bytes(token)
-        if drafted != own and token not in control:
-            raise RequestError(
-                f"draft_model '{name}' has another vocabulary: its token {token:,} is {drafted!r}, "
-                f"in the model {own!r}; choose a smaller model with the tokenizer of this one, or "
-                "the proposer ngram, which needs no model"
-            )
-
-
-def _with_vocab_size(draft: Checkpoint, size: int) -> Checkpoint:
-    """Cut or pad the embedding and the head to `size` rows.
-
-    Models of one family pad the same tokens to different sizes (Qwen2.5: 151,936 or 152,064).
-    A bias keeps padding out of drafts.
-    """
-    own_size = draft.spec.vocab_size
-    if size == own_size:
-        return draft
-    tensors = dict(draft.tensors)
-    rows = np.minimum(np.arange(size), own_size - 1)
-    for name in ("embed", "head"):
-        if name in tensors:
-            stored = tensors[name]
-            order = rows if stored.row_order is None else stored.row_order[rows]
-            tensors[name] = stored.take(name, order)
-    spec = replace(draft.spec, vocab_size=size)
-    if draft.spec.head_bias or size > own_size:
-        bias = np.full(size, _NEVER, np.float32)
-        own_bias = tensors["head_bias"].dequantise() if draft.spec.head_bias else 0.0
-        bias[:own_size] = own_bias[:size] if isinstance(own_bias, np.ndarray) else own_bias
-        tensors["head_bias"] = StoredTensor.from_floats("head_bias", bias)
-        spec = replace(spec, head_bias=True)
-    return replace(draft, spec=spec, tensors=tensors)

@@ -20,6 +20,7 @@ from headrace.config import (
 from headrace.engine.engine import SCHEDULERS
 from headrace.errors import RequestError
 from headrace.loader.kv_size import MAX_BLOCKS
+from headrace.loader.layers import layer_choice
 from headrace.speculation.proposers import PROPOSERS, check_speculation
 from headrace.validation import check_names, integer, number
 
@@ -39,7 +40,6 @@ _INTEGERS = {  # option: (min, max)
     "max_logit_rows": (0, 2**20),
     "priority_scheduling_preemption_threshold": (0, 2000),
     "max_draft_tokens": (1, 2**10),
-    "draft_layers": (0, 4096),
     "draft_depth": (1, 64),
     "draft_width": (1, 16),
     "seed": (0, 2**64 - 1),
@@ -76,7 +76,7 @@ _FLAGS = (
     "prefix_cache",
     "jump_forward",
 )
-_TEXTS = ("chat_template", "draft_model", "medusa_heads")
+_TEXTS = ("chat_template", "draft_model", "draft_weights", "medusa_heads")
 _ROPE_FIELDS = {
     "type": "rope_scaling",
     "rope_type": "rope_scaling",
@@ -137,6 +137,8 @@ def _checked(name: str, value: Any) -> Any:
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise RequestError(f"{name} must be a list of whole numbers, not {value!r}")
         return tuple(integer(name, layers, 1, 2**16) for layers in value)
+    if name == "draft_layers":
+        return layer_choice(name, value)
     if name in _FLAGS and not isinstance(value, bool):
         raise RequestError(f"{name} must be true or false, not {value!r}")
     if name in _TEXTS and not isinstance(value, str):

@@ -22,7 +22,6 @@ from headrace.loader.backend_choice import with_backend
 from headrace.loader.drafts import (
     DraftCheckpoints,
     compile_draft_models,
-    first_layers,
     open_draft_checkpoints,
 )
 from headrace.loader.load import open_files
@@ -208,7 +207,10 @@ def _measure_drafts(
                 config, draft_checkpoints, checkpoint, target, draft_kv
             )
         for count in layers:
-            executables[count] = target.attach(first_layers(checkpoint, count), checkpoint.tensors)
+            executables[count] = target.attach(
+                trace_model(checkpoint.spec.with_layers(range(count)), checkpoint.tensors),
+                checkpoint.tensors,
+            )
         measured = meter.measure(list(executables.values()), on_progress)
     finally:
         target.close()

@@ -15,7 +15,7 @@ def decoder(block: Block) -> Callable[[ModelSpec, Tracer], Value]:
     def forward(spec: ModelSpec, g: Tracer) -> Value:
         d = Decoder(spec, g)
         x = d.embed()
-        for layer in range(spec.num_layers):
+        for layer in spec.used_layers:
             x = block(d, layer, x)
         return d.logits(x)
 
@@ -83,7 +83,7 @@ class Decoder:
     def embed(self) -> Value:
         g, spec = self.g, self.spec
         self._embedding = g.weight("embed", spec.vocab_size, spec.dim)
-        for layer in range(spec.num_layers):
+        for layer in spec.used_layers:
             rope = spec.rope_of(layer)
             if rope and rope not in self._angles:
                 self._angles[rope] = self._rope_angles(rope)
@@ -169,7 +169,7 @@ class Decoder:
 
     def last_rows(self, layer: int, *values: Value) -> tuple[Value, ...]:
         """In the last layer, keep only the logit rows and pooled rows; elsewhere keep all rows."""
-        if layer < self.spec.num_layers - 1:
+        if layer != self.spec.used_layers[-1]:
             return values
         return tuple(self.g.gather_rows(value) for value in values)
 

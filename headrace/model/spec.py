@@ -1,5 +1,6 @@
 """The specification of a model."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -146,6 +147,8 @@ class ModelSpec:
     embedding_norm: bool = False
     block: Literal["sequential", "parallel", "parallel_two_norms"] = "sequential"
     """Block of each layer, in families with several (`by_spec`)."""
+    layers: tuple[int, ...] = ()
+    """Layers that the program has, in a shortened model; empty: all."""
 
     def window(self, layer: int) -> int:
         return self.windows[layer] if self.windows else 0
@@ -155,13 +158,13 @@ class ModelSpec:
             return None
         return self.window_rope if self.window_rope and self.window(layer) else self.rope
 
-    def first_layers(self, num_layers: int) -> "ModelSpec":
-        return replace(
-            self,
-            num_layers=num_layers,
-            windows=self.windows[:num_layers],
-            rotated=self.rotated[:num_layers],
-        )
+    def with_layers(self, layers: Sequence[int]) -> "ModelSpec":
+        """The model with these layers alone, under their numbers. They ascend."""
+        return replace(self, layers=tuple(layers))
+
+    @property
+    def used_layers(self) -> Sequence[int]:
+        return self.layers or range(self.num_layers)
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

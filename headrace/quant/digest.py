@@ -30,6 +30,26 @@ def tensors_digest(tensors: Mapping[str, StoredTensor], max_bytes: int = 0) -> s
     return total.hexdigest()
 
 
+def same_content(a: StoredTensor, b: StoredTensor) -> bool:
+    """Whether two tensors have the same format, shape and stored bytes, in the same order."""
+    if (a.format.name, a.shape, a.parts.keys()) != (b.format.name, b.shape, b.parts.keys()):
+        return False
+    if not np.array_equal(
+        np.arange(a.rows) if a.row_order is None else a.row_order,
+        np.arange(b.rows) if b.row_order is None else b.row_order,
+    ):
+        return False
+    return all(_same_array(part, b.parts[name]) for name, part in a.parts.items())
+
+
+def _same_array(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    """Compare by chunks, so that unequal arrays are seldom read whole."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    chunks = zip(_row_chunks(np.atleast_1d(a), 0), _row_chunks(np.atleast_1d(b), 0), strict=True)
+    return all(x.tobytes() == y.tobytes() for x, y in chunks)
+
+
 def _digest(tensor: StoredTensor, max_bytes: int) -> bytes:
     digest = blake2b(f"{tensor.format.name} {tensor.shape}\n".encode(), digest_size=16)
     order = () if tensor.row_order is None else (tensor.row_order,)

@@ -17,7 +17,7 @@ from headrace.proposer import ProposerTraits
 from headrace.request import RequestOptions
 from headrace.sampling.sampler import token_logprobs
 from headrace.sampling_params import SamplingParams
-from headrace.speculation.proposers import METHODS, REQUIRED_OPTION, DraftModel, DraftModels
+from headrace.speculation.proposers import METHODS, REQUIRED_OPTIONS, DraftModel, DraftModels
 from tests.engine.toy import VOCAB, ToyExecutable, plain_decoding, toy_engine, toy_kv, toy_logits
 from tests.tiny import drain, run_all
 
@@ -387,7 +387,7 @@ def test_timing_sums_to_wall_time() -> None:
 
 @pytest.mark.parametrize("control", [True, False])
 @pytest.mark.parametrize(
-    "method", [*(name for name in METHODS if name not in REQUIRED_OPTION), "draft_model"]
+    "method", [*(name for name in METHODS if name not in REQUIRED_OPTIONS), "draft_model"]
 )
 def test_an_ended_request_is_forgotten(method: str, control: bool) -> None:
     """A proposer's data about a sequence is freed with the sequence."""

@@ -17,7 +17,7 @@ from headrace.model.spec import ExpertSpec, MlaSpec, ModelSpec, RopeSpec
 from headrace.outputs import Logprobs, RequestOutput
 from headrace.request import RequestOptions
 from headrace.sampling_params import SamplingParams
-from headrace.speculation.proposers import PROPOSERS, REQUIRED_OPTION
+from headrace.speculation.proposers import PROPOSERS, REQUIRED_OPTIONS
 from tests.draft_engines import draft_engine
 from tests.random_trees import RandomTrees
 from tests.tiny import Tensors, drain, run_all, tiny_engine, tiny_model
@@ -256,7 +256,7 @@ def keeps_the_promise(
 @settings(max_examples=100, deadline=None)
 @given(
     drafts=st.sampled_from(
-        [*(name for name in PROPOSERS if name not in REQUIRED_OPTION), "trees", "wide trees"]
+        [*(name for name in PROPOSERS if name not in REQUIRED_OPTIONS), "trees", "wide trees"]
     ),
     seed=st.integers(0, 1000),
     **LOADS,

@@ -23,7 +23,7 @@ from headrace.model import trace_model
 from headrace.outputs import RequestOutput
 from headrace.proposer import Proposer
 from headrace.sampling_params import SamplingParams
-from headrace.speculation.proposers import PROPOSERS, REQUIRED_OPTION, make_proposers
+from headrace.speculation.proposers import PROPOSERS, REQUIRED_OPTIONS, make_proposers
 from tests.engine.test_promise import same, truth
 from tests.random_trees import RandomTrees
 from tests.tiny import run_all
@@ -109,7 +109,9 @@ def alone(executables: dict[int, Executable]) -> list[RequestOutput]:
     order=st.permutations(range(len(PROMPTS))),
     neighbours=st.sampled_from([0, 1, 31]),
     threads=st.sampled_from([1, 2, 8]),
-    drafts=st.sampled_from([*(name for name in PROPOSERS if name not in REQUIRED_OPTION), "trees"]),
+    drafts=st.sampled_from(
+        [*(name for name in PROPOSERS if name not in REQUIRED_OPTIONS), "trees"]
+    ),
     control=st.booleans(),
     max_num_batched_tokens=st.sampled_from([7, 32, 100, 512]),
     num_blocks=st.sampled_from([14, 40, 128]),

@@ -18,7 +18,7 @@ from headrace.engine.engine import Engine
 from headrace.errors import ConstraintError, RequestError
 from headrace.outputs import RequestOutput
 from headrace.sampling_params import SamplingParams, ThinkingBudget
-from headrace.speculation.proposers import PROPOSERS, REQUIRED_OPTION
+from headrace.speculation.proposers import PROPOSERS, REQUIRED_OPTIONS
 from headrace.structured_outputs import StructuredOutputs
 from tests.draft_engines import draft_engine
 from tests.engine.test_promise import LOADS, Ask, keeps_the_promise, same, truth
@@ -217,7 +217,7 @@ COMING = LOADS | {
 @settings(max_examples=70, deadline=None)
 @given(
     drafts=st.sampled_from(
-        [*(name for name in PROPOSERS if name not in REQUIRED_OPTION), "trees", "wide trees"]
+        [*(name for name in PROPOSERS if name not in REQUIRED_OPTIONS), "trees", "wide trees"]
     ),
     seed=st.integers(0, 1000),
     jump_forward=st.booleans(),

@@ -78,7 +78,7 @@ def test_context_defaults_to_the_model(model: str) -> None:
             {"proposer": "draft_model"},
             "needs a smaller model with the same vocabulary; set draft_model",
         ),
-        ({"proposer": "self_draft"}, "draft_layers is 0, but must be 1 to"),
+        ({"proposer": "self_draft"}, "'self_draft' needs one of draft_layers, draft_w"),
         ({"proposer": "self_draft", "draft_layers": 99}, "draft_layers is 99, but must be 1 to"),
         ({"proposer": "auto", "draft_layers": 99}, "draft_layers is 99, but must be 1 to"),
         ({"proposer": "medusa"}, "needs heads that were trained for the model; set medusa_heads"),

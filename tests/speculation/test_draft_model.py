@@ -266,7 +266,7 @@ def self_draft(
     executable = Counting(windows=windows)
     (made,) = make_proposers(
         EngineConfig(proposer="self_draft", **config),
-        DraftModels(first_layers=executable, block_size=SIZE),
+        DraftModels(self_draft=executable, block_size=SIZE),
     ).values()
     assert isinstance(made, SelfDraftProposer)
     return made, toy_kv(40, SIZE, windows)

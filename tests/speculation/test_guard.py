@@ -17,7 +17,7 @@ from headrace.speculation.guard import Guard
 from headrace.speculation.proposers import (
     METHODS,
     PROPOSERS,
-    REQUIRED_OPTION,
+    REQUIRED_OPTIONS,
     DraftModel,
     DraftModels,
     check_speculation,
@@ -133,18 +133,18 @@ def test_proposers_are_made_by_name() -> None:
     made = {
         name: make_proposers(EngineConfig(proposer=name, max_draft_tokens=5))  # type: ignore[arg-type]
         for name in PROPOSERS
-        if name not in REQUIRED_OPTION
+        if name not in REQUIRED_OPTIONS
     }
     assert made["off"] == {} and list(made["auto"]) == ["ngram", "online"]
     assert all(
         list(made[name]) == [name] and made[name][name].traits.max_nodes == 5
         for name in METHODS
-        if name not in REQUIRED_OPTION
+        if name not in REQUIRED_OPTIONS
     )
     assert set(get_args(get_type_hints(EngineConfig)["proposer"])) == set(PROPOSERS)
     with pytest.raises(RequestError, match="choose from off, auto, ngram"):
         make_proposers(EngineConfig(proposer="nrgam"))  # type: ignore[arg-type]
-    for name in REQUIRED_OPTION:
+    for name in REQUIRED_OPTIONS:
         with pytest.raises(RequestError, match=f"proposer '{name}' needs"):
             make_proposers(EngineConfig(proposer=name))  # type: ignore[arg-type]
 

@@ -19,7 +19,7 @@ from headrace.speculation.proposers.self_draft import SelfDraftProposer
 __all__ = [
     "METHODS",
     "PROPOSERS",
-    "REQUIRED_OPTION",
+    "REQUIRED_OPTIONS",
     "DraftModel",
     "DraftModels",
     "check_speculation",
@@ -41,8 +41,8 @@ class DraftModels:
     """The compiled programs that draft."""
 
     draft: DraftModel | None = None
-    first_layers: Executable | None = None
-    """First layers of the target and its head, over the target's weights and KV."""
+    self_draft: Executable | None = None
+    """The target's program, shortened, over the target's KV."""
     block_size: int = KvConfig.block_size
     heads: Sequence[Executable] = ()
     """Medusa heads by distance of the predicted token."""
@@ -50,8 +50,8 @@ class DraftModels:
     @property
     def executables(self) -> list[Executable]:
         draft = [self.draft.executable] if self.draft else []
-        first_layers = [self.first_layers] if self.first_layers else []
-        return [*draft, *first_layers, *self.heads]
+        self_draft = [self.self_draft] if self.self_draft else []
+        return [*draft, *self_draft, *self.heads]
 
 
 NO_DRAFT_MODELS = DraftModels()
@@ -74,16 +74,22 @@ def _draft_model(config: EngineConfig, draft_models: DraftModels) -> Proposer:
 
 
 def _self_draft(config: EngineConfig, draft_models: DraftModels) -> Proposer:
-    if draft_models.first_layers is None:
-        raise RequestError(
-            "proposer 'self_draft' needs draft_layers; `headrace calibrate` suggests a number"
-        )
+    if draft_models.self_draft is None:
+        raise RequestError(missing_self_draft())
     return SelfDraftProposer(
-        draft_models.first_layers,
+        draft_models.self_draft,
         draft_models.block_size,
         config.draft_depth,
         config.draft_width,
         probabilities=config.acceptance_method == "rejection",
+    )
+
+
+def missing_self_draft() -> str:
+    """Message for `self_draft` without an option that shortens the model."""
+    return (
+        f"proposer 'self_draft' needs one of {', '.join(REQUIRED_OPTIONS['self_draft'])}; "
+        "`headrace calibrate` suggests draft_layers"
     )
 
 
@@ -106,11 +112,12 @@ METHODS: dict[str, Callable[[EngineConfig, DraftModels], Proposer]] = {
     "medusa": _medusa,
 }
 PROPOSERS = ("off", "auto", *METHODS)
-REQUIRED_OPTION = {
-    "draft_model": "draft_model",
-    "self_draft": "draft_layers",
-    "medusa": "medusa_heads",
+REQUIRED_OPTIONS: dict[str, tuple[str, ...]] = {
+    "draft_model": ("draft_model",),
+    "self_draft": ("draft_layers", "draft_weights"),
+    "medusa": ("medusa_heads",),
 }
+"""The options that enable each method, at least one of them."""
 _ALWAYS_ENABLED = ("ngram", "online")
 _WITH_PROBABILITIES = ("draft_model", "self_draft")
 
@@ -124,7 +131,11 @@ def enabled_methods(config: EngineConfig) -> tuple[str, ...]:
         return ()
     if name != "auto":
         return (name,)
-    configured = [method for method, option in REQUIRED_OPTION.items() if getattr(config, option)]
+    configured = [
+        method
+        for method, options in REQUIRED_OPTIONS.items()
+        if any(getattr(config, option) for option in options)
+    ]
     return (*_ALWAYS_ENABLED, *configured)
 
 
@@ -141,10 +152,11 @@ def check_speculation(config: EngineConfig) -> None:
     """Raise RequestError for options that exclude each other."""
     proposer, acceptance = config.proposer, config.acceptance_method
     methods = enabled_methods(config)
-    for method, option in REQUIRED_OPTION.items():
-        if getattr(config, option) and method not in methods:
+    for method, options in REQUIRED_OPTIONS.items():
+        given = [option for option in options if getattr(config, option)]
+        if given and method not in methods:
             raise RequestError(
-                f"{option} is for proposer {method!r} or 'auto', and proposer is {proposer!r}; "
+                f"{given[0]} is for proposer {method!r} or 'auto', and proposer is {proposer!r}; "
                 "change the proposer or leave the option out"
             )
     if acceptance != "exact" and proposer == "off":

@@ -1,7 +1,7 @@
-"""Self-draft: the first layers of the model and its head draft over its weights and KV.
+"""Self-draft: the model, shortened, drafts over its own KV.
 
-The KV of drafts lies in slots that the step writes again. (Zhang et al. 2024, Draft & Verify;
-Elhoushi et al. 2024, LayerSkip)
+It may have fewer layers, or weights in fewer bytes. The KV of drafts lies in slots that the step
+writes again. (Zhang et al. 2024, Draft & Verify; Elhoushi et al. 2024, LayerSkip)
 """
 
 from headrace.backend import Executable

@@ -164,7 +164,7 @@ def pretend(gpu: Architecture) -> None:
 
 def executable_of(case: Case, layers: int = 2) -> CudaExecutable:
     """The program of a case, with its first layers, which include every kind of layer."""
-    spec = SPECS[case.spec].first_layers(min(layers, SPECS[case.spec].num_layers))
+    spec = SPECS[case.spec].with_layers(range(min(layers, SPECS[case.spec].num_layers)))
     if spec.experts and case.spec == "latent":
         spec = replace(spec, experts=replace(spec.experts, num_experts=8))
     tensors = hollow_tensors(spec, case.format, case.experts)

@@ -1,0 +1,122 @@
+"""The model, shortened, as its own draft model: fewer layers, or weights in fewer bytes."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from headrace.backend import lower_program
+from headrace.checkpoint.load import Checkpoint, open_checkpoint
+from headrace.checkpoint.source import resolve
+from headrace.checkpoint.tokenizer import Tokenizer
+from headrace.config import EngineConfig
+from headrace.errors import RequestError
+from headrace.loader.draft_vocabulary import check_vocabulary, with_vocab_size
+from headrace.loader.layers import layer_choice
+from headrace.model import trace_model
+from headrace.model.spec import ModelSpec
+from headrace.program.trace import Program
+from headrace.quant.digest import same_content
+from headrace.quant.formats import StoredTensor
+from headrace.record import frozen
+from headrace.speculation.proposers import REQUIRED_OPTIONS, missing_self_draft
+
+_OWN = "draft."
+"""Prefix of tensors that only the draft has."""
+
+
+@frozen(eq=False)
+class SelfDraft:
+    """A shortened model: its layers and tensors."""
+
+    layers: tuple[int, ...]
+    spec: ModelSpec
+    tensors: Mapping[str, StoredTensor]
+    """By the names of the specification."""
+    own: Mapping[str, StoredTensor]
+    """Tensors that differ from the target's, by names that the target does not have."""
+
+    def program(self, target: ModelSpec) -> Program:
+        """Trace the layers, with the rotary options and the context of the target."""
+        spec = replace(
+            self.spec,
+            rope=target.rope,
+            window_rope=target.window_rope,
+            max_context=target.max_context,
+            context=target.context,
+        )
+        program = trace_model(spec.with_layers(self.layers), self.tensors)
+        return program.with_weights(
+            {
+                name: replace(weight, name=_OWN + name if _OWN + name in self.own else name)
+                for name, weight in program.weights.items()
+            }
+        )
+
+    def own_weight_bytes(self, backend: str, target: ModelSpec) -> int:
+        """Return the bytes in the backend's memory of weights that the target does not have."""
+        if not self.own:
+            return 0
+        program = lower_program(backend, self.program(target), {**self.tensors, **self.own})
+        return sum(weight.nbytes for name, weight in program.weights.items() if name in self.own)
+
+
+def open_self_draft(
+    config: EngineConfig, target: Checkpoint, load_tokenizer: Callable[[], Tokenizer]
+) -> SelfDraft:
+    """Open what shortens `target`. Raises ModelError, and RequestError if it does not suit it."""
+    if not any(getattr(config, option) for option in REQUIRED_OPTIONS["self_draft"]):
+        raise RequestError(missing_self_draft())
+    layers = _layers(config, target.spec.num_layers)
+    if not config.draft_weights:
+        return SelfDraft(layers, target.spec, target.tensors, own={})
+
+    draft = open_checkpoint(
+        resolve(config.draft_weights), is_absorbed=config.latent_attention == "absorbed"
+    )
+    if trace_model(draft.spec, draft.tensors).kv_groups != (
+        trace_model(target.spec, target.tensors).kv_groups
+    ):
+        raise RequestError(
+            f"draft_weights '{config.draft_weights}' has KV of another shape than the model; "
+            "choose the same model in fewer bytes, such as a result of `headrace convert`"
+        )
+    check_vocabulary("draft_weights", config.draft_weights, draft, load_tokenizer())
+    draft = with_vocab_size(draft, target.spec.vocab_size)
+    own = {
+        _OWN + name: replace(tensor, name=_OWN + name)
+        for name, tensor in draft.tensors.items()
+        if name not in target.tensors or not same_content(tensor, target.tensors[name])
+    }
+    return SelfDraft(layers, draft.spec, draft.tensors, own)
+
+
+def shortened_program(config: EngineConfig, target: Checkpoint, draft: SelfDraft) -> Program:
+    """Trace the program that drafts, with each option that shortens it."""
+    return draft.program(target.spec).with_window(config.attention_window, config.attention_sinks)
+
+
+def _layers(config: EngineConfig, num_layers: int) -> tuple[int, ...]:
+    """The layers that draft: `draft_layers`, or all layers if another option is set."""
+    chosen = layer_choice("draft_layers", config.draft_layers)
+    others = [
+        option
+        for option in REQUIRED_OPTIONS["self_draft"]
+        if option != "draft_layers" and getattr(config, option)
+    ]
+    if others and not chosen:
+        return tuple(range(num_layers))
+
+    most = num_layers if others else num_layers - 1
+    if isinstance(chosen, int):
+        if not 1 <= chosen <= most:
+            raise RequestError(
+                f"draft_layers is {chosen}, but must be 1 to {most} for this model; `headrace "
+                "calibrate` suggests layers"
+            )
+        return tuple(range(chosen))
+    if chosen[-1] >= num_layers or len(chosen) > most:
+        raise RequestError(
+            f"draft_layers has {len(chosen)} layers up to {chosen[-1]}, but this model has layers "
+            f"0 to {num_layers - 1}, and at most {most} of them draft; `headrace calibrate` "
+            "suggests layers"
+        )
+    return chosen
