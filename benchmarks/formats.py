@@ -21,6 +21,7 @@ from headrace.checkpoint.source import resolve
 from headrace.convert.matrices import quantisable, quantised_matrix
 from headrace.convert.quality import Scorer
 from headrace.convert.sequence_batch import sequence_batch
+from headrace.model import trace_model
 from headrace.planner.host import usable_cores
 from headrace.quant.format_names import named_format
 from headrace.quant.formats import StoredTensor
@@ -77,16 +78,17 @@ def main() -> None:
     parser.add_argument("--activations", choices=("int8", "f32"), default="int8")
     args = parser.parse_args()
     checkpoint = open_checkpoint(resolve(args.model))
+    formats = {name: in_format(checkpoint, name) for name in args.formats.split(",")}
     scorers = {
         name: Scorer(
-            checkpoint.spec,
-            in_format(checkpoint, name),
+            trace_model(checkpoint.spec, tensors),
+            tensors,
             DEPTH + 1,
             "cpu",
             args.threads,
             activations=args.activations,
         )
-        for name in args.formats.split(",")
+        for name, tensors in formats.items()
     }
     groups = {name: len(scorer.executable.program.kv_groups) for name, scorer in scorers.items()}
     prompt = list(range(DEPTH + 1))

@@ -13,6 +13,11 @@ LatentAttention = Literal["plain", "absorbed"]
 RopeScaling = Literal["none", "linear", "yarn"]
 AcceptanceMethod = Literal["exact", "rejection", "typical"]
 
+LOSSY_OPTIONS = ("attention_window", "attention_sinks")
+"""Options that make another model of a model. `headrace eval` takes them and measures the loss."""
+LOSSY_FILES: tuple[str, ...] = ()
+"""Those of the options that name a calibration file."""
+
 
 @frozen
 class KvConfig:
@@ -244,8 +249,13 @@ class EngineConfig:
     @property
     def lossy(self) -> str:
         """Description of the lossy options in use; empty if the model runs unchanged."""
+        return "; ".join(self.lossy_modes)
+
+    @property
+    def lossy_modes(self) -> tuple[str, ...]:
+        """A description of each lossy mode in use."""
         descriptions = (self._window_loss,)
-        return "; ".join(filter(None, descriptions))
+        return tuple(filter(None, descriptions))
 
     @property
     def _window_loss(self) -> str:

@@ -147,7 +147,7 @@ class BaseLLM:
         )
         kv_tokens = max(limits.kv.num_blocks) * limits.kv.block_size
         kv = f"KV for {kv_tokens:,} tokens in {limits.kv.dtype}"
-        lossy = f"; lossy: {self.config.lossy}" if self.config.lossy else ""
+        lossy = f"; lossy: {self._engine.lossy}" if self._engine.lossy else ""
         state = (
             "closed"
             if self._thread.closed

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
 from headrace.backend_traits import BackendName, KvChoice
-from headrace.config import Activations, EngineConfig
+from headrace.config import LOSSY_OPTIONS, Activations, EngineConfig
 
 if TYPE_CHECKING:
-    from headrace.measure.options import EngineOptions
+    from headrace.measure.options import EngineOptions, ModelOptions
 
 DEFAULT_MODEL = "smollm2"
 METHODS = ("rtn", "imatrix", "gptq", "awq", "smoothquant")
@@ -96,6 +96,38 @@ def add_activations(parser: Arguments) -> None:
 ROPE = ("rope_scaling", "rope_scale", "rope_theta", "yarn_orig_ctx")
 
 
+_MODES: dict[str, tuple[str, type, str]] = {
+    "attention_window": (
+        "N",
+        int,
+        "lossy: number of last tokens that layers see, next to the attention sinks, in bounded KV "
+        "memory; 0: all tokens",
+    ),
+    "attention_sinks": (
+        "N",
+        int,
+        "number of first tokens that all tokens see next to the attention window",
+    ),
+}
+"""Metavar, type and help of each of `LOSSY_OPTIONS`."""
+
+
+def add_modes(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "lossy modes",
+        "Each mode is another model, with other tokens. Its price, the loss against the full\n"
+        "model, is printed with it; `headrace eval` with the same options measures it.",
+    )
+    for name, (metavar, kind, text) in _MODES.items():
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=kind,
+            metavar=metavar,
+            default=getattr(EngineConfig, name),
+            help=text,
+        )
+
+
 def add_rope(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "context", "They change the rotary embedding, and so the tokens."
@@ -128,6 +160,9 @@ def add_rope(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="context before YaRN stretches it, in tokens; 0: the model's trained context",
     )
+
+
+_MODEL_OPTIONS = ("backend", "threads", "kv_dtype", "activations", *ROPE, *LOSSY_OPTIONS)
 
 
 def add_compute(parser: argparse.ArgumentParser) -> None:
@@ -192,17 +227,16 @@ def add_parallel(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> "EngineOptions":
-    names = (
-        "backend",
-        "threads",
-        "kv_dtype",
-        "activations",
-        "chat_template",
-        *ROPE,
-        *PARALLEL,
-    )
-    options = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    return cast("EngineOptions", options)
+    names = (*_MODEL_OPTIONS, "chat_template", *PARALLEL)
+    return cast("EngineOptions", _given(args, names))
+
+
+def model_options(args: argparse.Namespace) -> "ModelOptions":
+    return cast("ModelOptions", _given(args, _MODEL_OPTIONS))
+
+
+def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, object]:
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
 def add_strict_schemas(group: Arguments) -> None:

@@ -18,6 +18,7 @@ from headrace.cli.arguments import (
     Arguments,
     add_compute,
     add_model,
+    add_modes,
     add_parallel,
     add_price,
     engine_options,
@@ -65,6 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _add_setting(throughput, "prompt_tokens", "length of each prompt, in tokens")
     _add_setting(throughput, "output_tokens", "length of each output, in tokens")
     add_compute(parser)
+    add_modes(parser)
     add_parallel(parser)
     output = parser.add_argument_group("output")
     add_price(output)

@@ -52,6 +52,7 @@ def _print_setup(kind: str, setup: "BenchSetup") -> None:
             f"{machine.at_work}, {setup.kv_dtype} KV",
             "machine": f"{machine.cpu}; memory read {machine.bandwidth / 1e9:.1f} GB/s, int8 "
             f"{machine.rates['int8'] / 1e9:,.0f} G operations/s",
+            **({"lossy": setup.lossy} if setup.lossy else {}),
         },
     )
 

@@ -19,6 +19,8 @@ from headrace.cli.arguments import (
     add_compute,
     add_json,
     add_model,
+    add_modes,
+    model_options,
     whole_number,
 )
 
@@ -74,6 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_calibration(parser)
     add_compute(parser)
+    add_modes(parser)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--svg",
@@ -136,15 +139,8 @@ def _evaluate(args: argparse.Namespace) -> "list[Evaluation]":
             calibration_text=args.calibration,
             calibration_tokens=args.calibration_tokens,
             by_layer=args.by_layer,
-            backend=args.backend,
-            threads=args.threads,
-            kv_dtype=args.kv_dtype,
-            activations=args.activations,
-            rope_scaling=args.rope_scaling,
-            rope_scale=args.rope_scale,
-            rope_theta=args.rope_theta,
-            yarn_orig_ctx=args.yarn_orig_ctx,
             on_progress=on_progress,
+            **model_options(args),
         )
 
 

@@ -14,6 +14,7 @@ from headrace.cli.arguments import (
     add_compute,
     add_json,
     add_model,
+    add_modes,
     add_parallel,
     engine_options,
     whole_number,
@@ -73,6 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="number of times that each phase is timed; more turns give steadier medians",
     )
     add_compute(parser)
+    add_modes(parser)
     add_parallel(parser)
     output = parser.add_argument_group("output")
     output.add_argument(

@@ -30,12 +30,13 @@ from headrace.cli.arguments import (
     add_chat_template,
     add_kv_dtype,
     add_model,
+    add_modes,
     add_parallel,
     add_rope,
     add_sanitize_control_tokens,
     add_threads,
 )
-from headrace.config import INTERACTIVE, AcceptanceMethod, EngineConfig
+from headrace.config import INTERACTIVE, LOSSY_OPTIONS, AcceptanceMethod, EngineConfig
 from headrace.errors import RequestError
 from headrace.sampling_params import SAMPLING_FIELDS, SamplingParams
 
@@ -60,8 +61,7 @@ _ENGINE_OPTIONS = (
     "activations",
     "chat_template",
     "max_model_len",
-    "attention_window",
-    "attention_sinks",
+    *LOSSY_OPTIONS,
     *ROPE,
     *PARALLEL,
     "proposer",
@@ -89,6 +89,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_threads(compute)
     add_activations(compute)
     _add_memory(parser.add_argument_group("memory"))
+    add_modes(parser)
     add_rope(parser)
     add_parallel(parser)
     _add_speculation(
@@ -154,13 +155,6 @@ def _add_memory(group: Arguments) -> None:
     add_kv_dtype(group)
     text = "maximum length of the conversation, in tokens; 0: the model's context"
     _add(group, "max_model_len", "N", text, int)
-    text = (
-        "lossy: number of last tokens that layers see, next to the attention sinks, in bounded KV "
-        "memory; 0: all tokens"
-    )
-    _add(group, "attention_window", "N", text, int)
-    text = "number of first tokens that all tokens see next to the attention window"
-    _add(group, "attention_sinks", "N", text, int)
 
 
 def _add_speculation(group: Arguments) -> None:

@@ -18,6 +18,7 @@ from headrace.cli.arguments import (
     add_activations,
     add_backend,
     add_kv_dtype,
+    add_modes,
     add_parallel,
     add_rope,
     add_threads,
@@ -25,7 +26,7 @@ from headrace.cli.arguments import (
     whole_number,
 )
 from headrace.cli.server_arguments import add_server, announce, check_installed, settings_of
-from headrace.config import EngineConfig
+from headrace.config import LOSSY_OPTIONS, EngineConfig
 from headrace.errors import RequestError
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ _ENGINE_OPTIONS = (
     "seed",
     "proposer",
     "draft_model",
+    *LOSSY_OPTIONS,
     *ROPE,
     *PARALLEL,
 )
@@ -93,6 +95,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_activations(compute)
     _add_memory(parser.add_argument_group("memory and batching"))
     _add_speculation(parser.add_argument_group("speculative decoding"))
+    add_modes(parser)
     add_rope(parser)
     add_parallel(parser)
     _add_replicas(parser.add_argument_group("replicas, on Ray"))

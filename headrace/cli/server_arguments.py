@@ -201,6 +201,7 @@ def announce(state: "ServerState", port: int, *lines: str) -> None:
     figures = [f"model     {settings.model_name} ({info.architecture}), {info.backend}{threads}"]
     if info.lossy:
         figures.append(f"lossy     {info.lossy}")
+        figures.append(f"          {info.mode_price}")
     figures += [
         f"memory    {info.weight_bytes / 1e6:,.0f} MB of weights, "
         f"{info.kv_bytes / 1e6:,.0f} MB of KV in {info.kv_dtype}",

@@ -111,8 +111,8 @@ class Session:
             parts.append(f"{num_out:,} out")
         if accepted := sum(stats.accepted for stats in result.drafts.values()):
             parts.append(f"{accepted:,} accepted from drafts")
-        if self.config.lossy:
-            parts.append(f"lossy: {self.config.lossy}")
+        if self._engine.lossy:
+            parts.append(f"lossy: {self._engine.lossy}")
         return f"[{' · '.join(parts)}]"
 
     def _prompt_figures(self, result: RequestOutput) -> str:

@@ -133,6 +133,8 @@ def _settings(record: Record, now: float) -> list[str]:
         settings.append(f"{batching} batching")
     if proposer != "off":
         settings.append(f"drafts: {proposer}")
+    if config.get("lossy"):
+        settings.append(f"lossy: {config['lossy']}")
     settings.append(f"context {config.get('max_model_len', 0):,}")
     settings.append(f"up {duration(now - record['started'])}")
     return settings

@@ -19,8 +19,7 @@ from headrace.backend_traits import KvDtype
 from headrace.batch import RaggedBatch
 from headrace.config import Activations, KvConfig
 from headrace.convert.sequence_batch import num_blocks, sequence_batch
-from headrace.model import trace_model
-from headrace.model.spec import ModelSpec
+from headrace.program.trace import Program
 from headrace.quant.arrays import Floats
 from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
@@ -51,7 +50,7 @@ class Scorer:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        program: Program,
         tensors: Mapping[str, StoredTensor],
         length: int,
         backend: str,
@@ -59,7 +58,6 @@ class Scorer:
         kv_dtype: KvDtype = "bf16",
         activations: Activations = "int8",
     ) -> None:
-        program = trace_model(spec, tensors)
         self._groups = len(program.kv_groups)
         self._blocks = num_blocks(length)
         kv = KvConfig((self._blocks,) * self._groups, dtype=kv_dtype)

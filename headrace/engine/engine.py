@@ -89,12 +89,14 @@ class Engine:
         clock: Callable[[], float] = perf_counter,
         publishes: bool = True,
         path: str = "",
+        mode_price: str = "",
     ) -> None:
         """`clock` gives seconds; `publishes`: whether `headrace top` may watch the engine; `path`:
-        that of the model's files, for `headrace top`.
+        that of the model's files, for `headrace top`; `mode_price`: of the lossy options.
         """
         self.name = name
         self.path = path
+        self.mode_price = mode_price
         self.limits = limits
         self.config = config
         self._tokenizer = tokenizer
@@ -130,6 +132,12 @@ class Engine:
         self._publisher = Publisher(self._record) if publishes else None
         self._started = time.time()
         self._closed = False
+
+    @property
+    def lossy(self) -> str:
+        """Description of the lossy options in use, with their price; empty if there is none."""
+        price = f" ({self.mode_price})" if self.mode_price else ""
+        return self.config.lossy and f"{self.config.lossy}{price}"
 
     # Requests
 
@@ -468,7 +476,8 @@ class Engine:
             "pid": os.getpid(),
             "model": self.name,
             "path": self.path,
-            "config": self.config.shown | {"max_model_len": self.limits.max_model_len},
+            "config": self.config.shown
+            | {"max_model_len": self.limits.max_model_len, "lossy": self.lossy},
             "started": self._started,
             "time": time.time(),
             "stats": self.stats()._asdict(),

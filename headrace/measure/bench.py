@@ -23,12 +23,13 @@ from headrace.config import OFFLINE, EngineConfig
 from headrace.engine.engine import Engine
 from headrace.errors import RequestError
 from headrace.loader.backend_choice import with_backend
+from headrace.loader.drafts import model_program
 from headrace.loader.load import load_model, open_files
+from headrace.loader.mode_price import mode_price
 from headrace.loader.options import engine_config
 from headrace.measure.bench_rows import BenchSetup, LatencyRow, ThroughputRow
 from headrace.measure.options import EngineOptions
 from headrace.measure.progress import ProgressCallback, ignore_progress
-from headrace.model import trace_model
 from headrace.outputs import Timing
 from headrace.planner import hardware, host, roofline
 from headrace.planner.hardware import Machine
@@ -158,6 +159,7 @@ def _setup(
     if checkpoint.path.is_dir():
         files = sorted(checkpoint.path.glob("*.safetensors"))
     chosen_isa = "" if machine.is_gpu else os.environ.get("HEADRACE_ISA", "")
+    price = mode_price(model, config, checkpoint, checkpoint.load_tokenizer)
     return BenchSetup(
         model=model,
         name=checkpoint.spec.name,
@@ -169,6 +171,7 @@ def _setup(
         isa=chosen_isa or machine.isa,
         machine=machine,
         kv_dtype=config.kv_format,
+        lossy=config.lossy and f"{config.lossy} ({price})",
     )
 
 
@@ -254,7 +257,7 @@ class SpeedLimits:
     """Maximum tokens/s of a model by the roofline."""
 
     def __init__(self, checkpoint: Checkpoint, machine: Machine, config: EngineConfig) -> None:
-        traced = trace_model(checkpoint.spec, checkpoint.tensors)
+        traced = model_program(config, checkpoint)
         self._program = lower_program(config.backend, traced, checkpoint.tensors)
         self._machine = machine
         self._kv_bytes = number_bytes(self._program.kv_groups, config.kv_format)

@@ -23,6 +23,8 @@ class BenchSetup:
     isa: str
     machine: Machine
     kv_dtype: str
+    lossy: str = ""
+    """Description of the lossy options in use, with their price."""
 
     def facts(self) -> dict[str, Any]:
         """The setup as JSON, in bytes/s and operations/s."""

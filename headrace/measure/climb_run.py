@@ -15,6 +15,7 @@ from headrace.config import EngineConfig, KvConfig
 from headrace.convert.quality import QualityMeter, Scorer
 from headrace.convert.sequence_batch import num_blocks, sequence_batch
 from headrace.errors import HeadraceError
+from headrace.loader.drafts import model_program
 from headrace.loader.load import load_engine, open_model
 from headrace.loader.options import engine_config
 from headrace.measure.climb_rungs import LOOPS, Mode
@@ -285,7 +286,7 @@ class _Session:
 def _judge(text: Text, checkpoint: Checkpoint, config: EngineConfig) -> dict[str, float]:
     """Score the rung's number formats, after its memory was read."""
     scorer = Scorer(
-        checkpoint.spec,
+        model_program(config, checkpoint),
         checkpoint.tensors,
         max(map(len, text.pieces)),
         "cpu",

@@ -1,13 +1,14 @@
 """Quality, size and speed of a model, plain and quantised."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
-from headrace.backend_traits import BackendName, KvChoice
+from headrace.checkpoint.fingerprint import fingerprint
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
-from headrace.config import Activations, EngineConfig, RopeScaling
+from headrace.config import EngineConfig
 from headrace.convert.layer_errors import layer_errors
 from headrace.convert.matrices import Target, quantisable
 from headrace.convert.methods import METHODS, Method, prepare_model, quantise_matrices
@@ -16,10 +17,14 @@ from headrace.convert.spill_file import SpillFile
 from headrace.convert.texts import calibration_pieces, read_text, text_pieces
 from headrace.errors import RequestError
 from headrace.loader.backend_choice import with_backend
+from headrace.loader.drafts import model_program
 from headrace.loader.load import open_files
+from headrace.loader.mode_price import mode_key, without_modes
 from headrace.loader.options import engine_config
+from headrace.measure.options import ModelOptions
 from headrace.measure.progress import ProgressCallback, ignore_progress, track
 from headrace.planner.host import usable_cores
+from headrace.planner.prices import Price, keep_price
 from headrace.quant.encode import ENCODERS
 from headrace.quant.format_names import named_format
 from headrace.record import frozen
@@ -78,17 +83,13 @@ def evaluate(
     calibration_text: Path | str | None = None,
     calibration_tokens: int = 16_384,
     by_layer: bool = False,
-    backend: BackendName = EngineConfig.backend,
-    threads: int = EngineConfig.threads,
-    kv_dtype: KvChoice = EngineConfig.kv_dtype,
-    activations: Activations = EngineConfig.activations,
-    rope_scaling: RopeScaling | None = EngineConfig.rope_scaling,
-    rope_scale: float = EngineConfig.rope_scale,
-    rope_theta: float = EngineConfig.rope_theta,
-    yarn_orig_ctx: int = EngineConfig.yarn_orig_ctx,
     on_progress: ProgressCallback = ignore_progress,
+    **options: Unpack[ModelOptions],
 ) -> list[Evaluation]:
     """Evaluate a model on a text, then the model with its matrices in each of `formats`.
+
+    With lossy options the second row is the model in this mode, against the model without them.
+    The loss is kept: later runs in the mode print it.
 
     Args:
         formats: such as `int4-g64` or `Q4_K`.
@@ -101,30 +102,31 @@ def evaluate(
         method: `rtn`, `imatrix`, `gptq`, `awq` or `smoothquant`.
         calibration_text: path of the text that the method reads.
         by_layer: also measure the relative error of each layer's output.
+        options: fields of `EngineConfig`.
 
-    Raises RequestError for a format, method or reference that does not fit the model.
+    Raises RequestError for a format, method or reference that does not fit the model, and for
+    formats together with a lossy mode.
     """
     if method not in METHODS:
         raise RequestError(f"method {method!r} is unknown; use {', '.join(METHODS)}")
     integer("length", length, 2, MAX_TOKENS)
     integer("tokens", tokens, 2, MAX_TOKENS)
     targets = {name: _target(name) for name in formats}
-    options = {
-        "backend": backend,
-        "threads": threads,
-        "kv_dtype": kv_dtype,
-        "activations": activations,
-        "rope_scaling": rope_scaling,
-        "rope_scale": rope_scale,
-        "rope_theta": rope_theta,
-        "yarn_orig_ctx": yarn_orig_ctx,
-    }
     evaluator = _Evaluator(model, options, text, tokens, length, on_progress)
+    mode = evaluator.mode
+    if mode.lossy and (targets or reference):
+        raise RequestError(
+            f"a lossy mode ({mode.lossy}) is compared with the same model without it; leave out "
+            "formats and reference, or the mode"
+        )
 
     with SpillFile() as log_probabilities:
-        if reference or targets:
+        if reference or targets or mode.lossy:
             evaluator.score_reference(reference, log_probabilities)
         results = [evaluator.evaluate(model, evaluator.tensors, log_probabilities)]
+        if mode.lossy:
+            results.append(evaluator.evaluate_mode(log_probabilities))
+            evaluator.keep_price(results[0].quality, results[1].quality)
         calibration: list[list[int]] = []
         if method != "rtn" and targets:
             calibration = evaluator.calibration(calibration_text, calibration_tokens)
@@ -139,7 +141,7 @@ class _Evaluator:
     def __init__(
         self,
         model: str,
-        options: dict[str, Any],
+        options: ModelOptions,
         text: Path | str | None,
         tokens: int,
         length: int,
@@ -152,14 +154,17 @@ class _Evaluator:
                 "gives no probabilities to evaluate"
             )
         self._length = min(length, checkpoint.spec.max_context)
-        config = engine_config(options | {"max_model_len": self._length})
-        self._config = with_backend(config, checkpoint)
+        config = engine_config({**options, "max_model_len": self._length})
+        self.mode = with_backend(config, checkpoint)
+        """The configuration, with the lossy options."""
+        self._config = without_modes(self.mode)
         self._threads = config.threads or usable_cores()
         self._checkpoint = checkpoint
         self._on_progress = on_progress
         self._names = quantisable(checkpoint.spec, checkpoint.tensors)
 
         words = read_text(Path(text) if text else None, "evaluation")
+        self._text = Path(text).name if text else "Python's language reference"
         tokenizer = checkpoint.load_tokenizer()
         name = f"text {str(text)!r}"
         self._prefix = len(tokenizer.prefix_ids)
@@ -188,7 +193,33 @@ class _Evaluator:
         errors: Mapping[int, float] | None = None,
     ) -> Evaluation:
         """Score and time one set of tensors; `reference` may be empty."""
-        scorer = self._scorer(self._checkpoint, tensors)
+        return self._evaluate(name, self._scorer(tensors), reference, errors or {})
+
+    def evaluate_mode(self, reference: SpillFile) -> Evaluation:
+        """Score and time the model with its lossy options."""
+        scorer = self._scorer(self.tensors, config=self.mode)
+        return self._evaluate(self.mode.lossy, scorer, reference, {})
+
+    def keep_price(self, full: Quality, mode: Quality) -> None:
+        """Keep the loss of the mode for the runs that print it."""
+        assert mode.kl is not None, "the mode was compared with the full model"
+        price = Price(
+            text=self._text,
+            tokens=mode.tokens,
+            nll=mode.nll,
+            nll_full=full.nll,
+            kl=mode.kl,
+        )
+        tokenizer = self._checkpoint.load_tokenizer()
+        keep_price(fingerprint(self._checkpoint, tokenizer), mode_key(self.mode), price)
+
+    def _evaluate(
+        self,
+        name: str,
+        scorer: Scorer,
+        reference: SpillFile,
+        errors: Mapping[int, float],
+    ) -> Evaluation:
         judge = QualityMeter(self._prefix)
         by_reference = iter(reference) if len(reference) else None
         for piece in self._track_pieces(name):
@@ -206,7 +237,7 @@ class _Evaluator:
             quality=judge.quality(),
             prefill=prefill,
             decode=decode,
-            layer_errors=errors or {},
+            layer_errors=errors,
         )
 
     def quantise(
@@ -262,9 +293,11 @@ class _Evaluator:
     def _reference_scorer(self, reference: str | None) -> Scorer:
         checkpoint = self._checkpoint
         if reference is None:
-            return self._scorer(checkpoint, checkpoint.tensors)
+            return self._scorer(checkpoint.tensors)
         if reference == EXACT_REFERENCE:
-            return self._scorer(checkpoint, checkpoint.tensors, "reference")
+            return self._scorer(
+                checkpoint.tensors, config=replace(self._config, backend="reference")
+            )
         other = open_checkpoint(resolve(reference))
         size, expected = other.spec.vocab_size, checkpoint.spec.vocab_size
         if size != expected:
@@ -272,22 +305,25 @@ class _Evaluator:
                 f"reference {reference!r} has {size:,} tokens in its vocabulary, and the model has "
                 f"{expected:,}; use a model with the same vocabulary"
             )
-        return self._scorer(other, other.tensors)
+        return self._scorer(other.tensors, other)
 
     def _scorer(
         self,
-        checkpoint: Checkpoint,
         tensors: Mapping[str, "StoredTensor"],
-        backend: str | None = None,
+        checkpoint: Checkpoint | None = None,
+        config: EngineConfig | None = None,
     ) -> Scorer:
+        """Compile `tensors`: by default in this model, without its lossy options."""
+        checkpoint = replace(checkpoint or self._checkpoint, tensors=tensors)
+        config = config or self._config
         return Scorer(
-            checkpoint.spec,
+            model_program(config, checkpoint),
             tensors,
             self._length,
-            backend or self._config.backend,
+            config.backend,
             self._threads,
-            self._config.kv_format,
-            self._config.activations,
+            config.kv_format,
+            config.activations,
         )
 
 

@@ -6,8 +6,8 @@ from headrace.backend_traits import BackendName, KvChoice
 from headrace.config import Activations, RopeScaling
 
 
-class EngineOptions(TypedDict, total=False):
-    """Fields of `EngineConfig` that change the speed or the model; each keeps its default there."""
+class ModelOptions(TypedDict, total=False):
+    """Fields of `EngineConfig` that change the model; each keeps its default there."""
 
     backend: BackendName
     threads: int
@@ -17,6 +17,13 @@ class EngineOptions(TypedDict, total=False):
     rope_scale: float
     rope_theta: float
     yarn_orig_ctx: int
+    attention_window: int
+    attention_sinks: int
+
+
+class EngineOptions(ModelOptions, total=False):
+    """Fields of `EngineConfig` that change the speed or the model."""
+
     tensor_parallel_size: int
     pipeline_parallel_size: int
     pipeline_layers: tuple[int, ...]

@@ -11,10 +11,9 @@ from headrace.batch import KvRows, RaggedBatch, StepTimes
 from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig, KvConfig
 from headrace.errors import HeadraceError
-from headrace.loader.drafts import target_program
+from headrace.loader.drafts import model_program, target_program
 from headrace.loader.ranks import compile_ranks
 from headrace.measure.op_profile import Phase
-from headrace.model import trace_model
 from headrace.parallel.config import mesh_of, threads_per_rank
 from headrace.planner import hardware
 from headrace.planner.roofline import PREFILL_CHUNK
@@ -70,7 +69,7 @@ class PhaseTimer:
     def __init__(
         self, model: str, checkpoint: Checkpoint, config: EngineConfig, blocks: int
     ) -> None:
-        program, mesh = trace_model(checkpoint.spec, checkpoint.tensors), mesh_of(config)
+        program, mesh = model_program(config, checkpoint), mesh_of(config)
         threads = threads_per_rank(config, mesh)
         self._num_groups = len(program.kv_groups)
         self._block_size = config.traits.kv_block_size

@@ -10,6 +10,7 @@ from headrace.checkpoint.source import resolve
 from headrace.config import EngineConfig
 from headrace.errors import MemoryLimitError, RequestError
 from headrace.loader.backend_choice import with_backend
+from headrace.loader.drafts import model_program
 from headrace.loader.load import open_files
 from headrace.loader.memory import memory_for
 from headrace.loader.options import engine_config
@@ -58,7 +59,7 @@ def profile(
     config = engine_config(options)
     checkpoint = open_files(model, config)
     config = with_backend(config, checkpoint)
-    traced = trace_model(checkpoint.spec, checkpoint.tensors)
+    traced = model_program(config, checkpoint)
     context = checkpoint.spec.max_context
     _check_lengths("prefill", prefill or (), context, context)
     _check_lengths("depth", depths or (), context, context - 1)
@@ -115,9 +116,7 @@ def _fitting_phases(
 ) -> tuple[list[Phase], dict[str, str]]:
     """The phases that fit in context and memory; and the reason of each other phase, by name."""
     spec = checkpoint.spec
-    program = lower_program(
-        config.backend, trace_model(spec, checkpoint.tensors), checkpoint.tensors
-    )
+    program = lower_program(config.backend, model_program(config, checkpoint), checkpoint.tensors)
     kv_per_token = token_bytes(program.kv_groups, config.kv_format)
     block_size = config.traits.kv_block_size
     memory = memory_for(config, program)

@@ -116,6 +116,8 @@ class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only
     """Bytes that were available before the model was loaded; 0: unknown."""
     runtime: int = 0
     """Bytes reserved for everything except weights and KV."""
+    mode_price: str = ""
+    """Loss of the lossy options, in words."""
 
 
 class Log(msgspec.Struct, array_like=True, tag=True, frozen=True):

@@ -248,6 +248,7 @@ def engine_info(opened: OpenedEngine) -> frames.EngineInfo:
         threads=config.threads,
         backend=config.backend,
         lossy=config.lossy,
+        mode_price=engine.mode_price,
         memory=limits.memory,
         runtime=limits.runtime,
         activations=config.activations,

@@ -10,8 +10,8 @@ from headrace.backend import lower_program
 from headrace.checkpoint.fingerprint import fingerprint, weights_digest
 from headrace.config import EngineConfig
 from headrace.errors import HeadraceError
+from headrace.loader.drafts import model_program
 from headrace.loader.load import open_model, open_prompt_reader
-from headrace.model import trace_model
 from headrace.prompts import PromptReader
 from headrace.remote.engine import RemoteEngine
 from headrace.remote.errors import EngineDeadError, EngineStartError
@@ -47,7 +47,7 @@ async def start_server(
             templates, settings.tool_call_parser, settings.reasoning_parser
         )
         prompt_reader.describes_tools = output_format.is_generic
-        program = await asyncio.to_thread(trace_model, checkpoint.spec, checkpoint.tensors)
+        program = await asyncio.to_thread(model_program, config, checkpoint)
         model_fingerprint = weights = ""
         if settings.worker:
             model_fingerprint = await asyncio.to_thread(fingerprint, checkpoint, tokenizer)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from headrace.backend_traits import KvDtype
 from headrace.checkpoint.key_biases import has_large_key_biases, split_key_biases
 from headrace.convert.quality import Quality, QualityMeter, Scorer
+from headrace.model import trace_model
 from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.quant.formats import StoredTensor
 from tests.tiny import Tensors, tiny_model
@@ -103,8 +104,9 @@ def quality(model: tuple[ModelSpec, Tensors], dtype: KvDtype) -> Quality:
     """NLL of a text on the CPU, and the KL divergence from the reference backend's exact KV."""
     spec, tensors = model
     text = np.random.default_rng(1).integers(0, VOCAB, 300).tolist()
-    exact = Scorer(spec, tensors, len(text), "reference", 1, "f32")
-    scorer, meter = Scorer(spec, tensors, len(text), "cpu", 1, dtype), QualityMeter()
+    program = trace_model(spec, tensors)
+    exact = Scorer(program, tensors, len(text), "reference", 1, "f32")
+    scorer, meter = Scorer(program, tensors, len(text), "cpu", 1, dtype), QualityMeter()
     meter.add(text, scorer.log_probabilities(text), exact.log_probabilities(text))
     return meter.quality()
 

@@ -49,7 +49,12 @@ def closing_line(
     checkpoint = SimpleNamespace(spec=SPEC, tensors=TENSORS)
     monkeypatch.setattr(
         "headrace.cli.session.load_model",
-        lambda model, config: (SimpleNamespace(config=config), None, None, checkpoint),
+        lambda model, config: (
+            SimpleNamespace(config=config, lossy=config.lossy),
+            None,
+            None,
+            checkpoint,
+        ),
     )
     session = Session("tiny", config)
     session.result = result

@@ -51,7 +51,8 @@ def judged(
     """The divergence of a model from the reference on pieces of text."""
     judge = QualityMeter()
     truth, ours = (
-        Scorer(spec, each, max(map(len, pieces)), "cpu", threads) for each in (reference, tensors)
+        Scorer(trace_model(spec, each), each, max(map(len, pieces)), "cpu", threads)
+        for each in (reference, tensors)
     )
     for piece in pieces:
         judge.add(piece, ours.log_probabilities(piece), truth.log_probabilities(piece))

@@ -14,6 +14,7 @@ from headrace.convert.matrices import quantisable
 from headrace.convert.quality import QualityMeter, Scorer
 from headrace.convert.spill_file import SpillFile
 from headrace.errors import HeadraceError
+from headrace.model import trace_model
 from headrace.quant.format_names import named_format
 from tests.convert.conversion import quantise
 from tests.families import save_model
@@ -37,7 +38,7 @@ def test_spill_file_disk_errors() -> None:
 
 
 def said(tensors: Any, backend: str = "cpu", length: int = 150) -> list[Any]:
-    scorer = Scorer(SPEC, tensors, length, backend, 1, "f32")
+    scorer = Scorer(trace_model(SPEC, tensors), tensors, length, backend, 1, "f32")
     return [np.concatenate(list(scorer.log_probabilities(piece))) for piece in PIECES]
 
 

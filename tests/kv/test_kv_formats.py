@@ -11,6 +11,7 @@ from headrace.backend_traits import KvDtype
 from headrace.checkpoint.key_biases import has_large_key_biases, split_key_biases
 from headrace.cli.main import main
 from headrace.convert.quality import Scorer
+from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.quant.formats import StoredTensor
 from tests.families import VARIANTS, VOCAB, config_of, save_model, spec_of
@@ -70,7 +71,7 @@ def test_kv_formats_of_all_families_with_outliers(name: str) -> None:
 def probabilities(
     spec: ModelSpec, tensors: Tensors, backend: str, dtype: KvDtype
 ) -> list[NDArray[np.float32]]:
-    scorer = Scorer(spec, tensors, len(TEXT), backend, 1, dtype)
+    scorer = Scorer(trace_model(spec, tensors), tensors, len(TEXT), backend, 1, dtype)
     chunks = list(scorer.log_probabilities(TEXT))
     scorer.close()
     return chunks

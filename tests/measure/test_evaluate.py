@@ -47,6 +47,39 @@ def test_evaluate_compares_formats_with_the_model(model: str, text: Path) -> Non
     assert all(0 <= share <= 1 for _, share in steps)
 
 
+def test_evaluate_keeps_the_price_of_a_lossy_mode(
+    model: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines in the mode print the price; other modes and other files print the command."""
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "cache"))
+    options: dict[str, Any] = {"backend": "cpu", "threads": 1, "attention_window": 8}
+    full, mode = headrace.evaluate(model, text=text, tokens=128, length=64, **options)
+    assert full.quality.kl == 0
+    assert mode.name == "attends to the first 4 and the last 8 tokens only" and mode.loss > 0
+
+    price = (
+        f"price: KL {mode.loss:.4f} nats, NLL {mode.quality.nll - full.quality.nll:+.4f} "
+        f"({mode.quality.tokens} tokens of text)"
+    )
+    others = {"kv_blocks": 40, "max_model_len": 64}
+    with headrace.LLM(model, **options, **others) as llm:
+        assert f"{mode.name} ({price})" in repr(llm)
+    with headrace.LLM(model, **options, **others, attention_sinks=1) as llm:
+        flags = "--attention-window 8 --attention-sinks 1"
+        assert f"price not measured: run `headrace eval {model} {flags}`" in repr(llm)
+    with headrace.LLM(model, threads=1, **others) as llm:
+        assert "lossy" not in repr(llm)
+
+    (tmp_path / "cache/prices.json").write_text('{"x": [1]')
+    with headrace.LLM(model, **options, **others) as llm:
+        assert "price not measured" in repr(llm)
+
+
+def test_evaluate_refuses_formats_in_a_lossy_mode(model: str) -> None:
+    with pytest.raises(RequestError, match="leave out formats and reference, or the mode"):
+        headrace.evaluate(model, formats=["int8-g32"], attention_window=8)
+
+
 def test_evaluate_a_model_alone(model: str, text: Path) -> None:
     (row,) = headrace.evaluate(model, text=str(text), tokens=64, length=64, threads=1)
     assert row.quality.kl is None and row.loss == row.quality.nll

@@ -120,6 +120,7 @@ function describe(stats) {
   offer([model, ...Object.keys(stats.adapters)], stats.advised_sampling);
   if (!engine) return;
   const words = [model, engine.architecture, `${engine.backend}, ${engine.threads} ${engine.threads === 1 ? "thread" : "threads"}`];
+  if (engine.lossy) words.push(`lossy: ${engine.lossy} (${engine.mode_price})`);
   words.push(`${si(engine.weight_bytes)}B of weights`, `${engine.kv_dtype} KV`, `${whole(engine.max_model_len)} tokens of context`);
   say(byId("model"), words.join(" · "));
   totals({
