@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from headrace.backend_traits import KvDtype
+from headrace.backend_traits import KvDtype, traits_of
 from headrace.cli.arguments import (
     DEFAULT_MODEL,
     MAX_COUNT,
@@ -248,18 +248,22 @@ def _print_machines(as_json: bool) -> None:
 
 
 def _print(found: "Plan", price: float | None) -> None:
+    from headrace.loader.kv_size import kv_share
     from headrace.measure.table import print_figures, size
 
     place, fit, work = found.place, found.fit, found.workload
     ranks = place.mesh.ranks
     devices = f"{ranks} x {place.title}" if ranks > 1 else place.title
+    share = kv_share(on_gpu=traits_of(place.backend).on_gpu)
+    default = int(share * fit.kv_budget) // fit.kv_per_sequence
     memory = {
         "weights": f"{size(fit.weights)} in {found.format}",
         "runtime": f"about {size(fit.to_run)}",
         "left for KV": size(fit.kv_budget),
         f"a sequence of {fit.context:,} tokens": f"{size(fit.kv_per_sequence)} of KV in "
         f"{found.kv_dtype}",
-        "fitting sequences": f"{fit.sequences:,}",
+        "fitting sequences": f"{fit.sequences:,}, or {default:,} in the engine's default share, "
+        f"{share:.0%}",
         f"longest context of {work.batch:,}": f"{found.longest:,} tokens",
     }
     each = " of each device" if ranks > 1 else ""

@@ -24,10 +24,15 @@ class Memory(NamedTuple):
 
     @property
     def kv_share(self) -> float:
-        """Max share of the free memory that KV takes. Other programs need the machine's memory,
-        and none needs the GPU's.
-        """
-        return _GPU_SHARE if self.on_gpu else _MACHINE_SHARE
+        return kv_share(on_gpu=self.on_gpu)
+
+
+def kv_share(*, on_gpu: bool) -> float:
+    """Max share of the memory next to weights that KV takes by default.
+
+    Other programs need the machine's memory, and none needs the GPU's.
+    """
+    return _GPU_SHARE if on_gpu else _MACHINE_SHARE
 
 
 class KvUse(NamedTuple):
