@@ -11,7 +11,7 @@ more, so the second is moved by the error of the first.
 """
 
 from collections.abc import Callable
-from itertools import combinations
+from itertools import combinations, combinations_with_replacement
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +29,8 @@ _BLOCK = 32
 _KEPT = np.array(list(combinations(range(GROUP), KEPT)))
 """The kept columns of each pattern [6, 2]."""
 _CUT = np.array([[c for c in range(GROUP) if c not in kept] for kept in _KEPT])
+_PRODUCTS = np.array(list(combinations_with_replacement(range(GROUP), 2))).T
+"""Pairs of columns [2, 10]."""
 
 Round = Callable[[int, NDArray[np.intp], Floats], Floats]
 """Rounds kept weights [rows]: the first column of their four, the rows' columns, the weights."""
@@ -69,8 +71,8 @@ class _Groups(NamedTuple):
     """Constants of each four columns."""
 
     carry: Floats  # [groups, 4, 4] from sums of errors to changes
-    costs: Floats  # [groups, 6, 2, 2] quadratic forms of the cut two
-    changes: Floats  # [groups, 6, 2, 2] from the cut two to the kept two
+    costs: Floats  # [groups, 6, 10] of each pattern, by products of two weights
+    maps: Floats  # [groups, 6 * 4, 4] from weights to their changed values, 0 if cut
     moves: Floats  # [groups, 6] from the error of the second kept weight to the first
 
 
@@ -78,17 +80,24 @@ def _groups(correction: Feedback) -> _Groups:
     count = len(correction.order) // GROUP
     starts = GROUP * np.arange(count)[:, None] + np.arange(GROUP)
     unit = np.tril(correction.lower[starts[:, :, None], starts[:, None, :]]).astype(np.float64)
-    scaled = unit * correction.diagonal.reshape(count, 1, GROUP)
-    squares = scaled @ scaled.swapaxes(1, 2)
+    factor = unit * correction.diagonal.reshape(count, 1, GROUP)
+    squares = factor @ factor.swapaxes(1, 2)
     inverse = np.linalg.inv(squares)
-    costs = np.linalg.inv(inverse[:, _CUT[:, :, None], _CUT[:, None, :]])
-    changes = costs @ inverse[:, _CUT[:, :, None], _KEPT[:, None, :]]
+
+    forms = np.zeros((count, len(_KEPT), GROUP, GROUP))
+    maps = np.zeros_like(forms)
+    for i, (kept, cut) in enumerate(zip(_KEPT, _CUT, strict=True)):
+        form = np.linalg.inv(inverse[:, cut[:, None], cut])
+        forms[:, i, cut[:, None], cut] = form
+        maps[:, i, kept, kept] = 1
+        maps[:, i, kept[:, None], cut] = -inverse[:, kept[:, None], cut] @ form
+    first, second = _PRODUCTS
     low, high = _KEPT.T
     return _Groups(
-        np.linalg.inv(unit.swapaxes(1, 2)).astype(np.float32),
-        costs.astype(np.float32),
-        changes.astype(np.float32),
-        (squares[:, low, high] / squares[:, low, low]).astype(np.float32),
+        carry=np.linalg.inv(unit.swapaxes(1, 2)).astype(np.float32),
+        costs=(forms[:, :, first, second] * np.where(first == second, 1, 2)).astype(np.float32),
+        maps=maps.reshape(count, -1, GROUP).astype(np.float32),
+        moves=(squares[:, low, high] / squares[:, low, low]).astype(np.float32),
     )
 
 
@@ -105,9 +114,10 @@ def _final(
     # A column of the matrix is a row here, so that its numbers are neighbours.
     wanted = np.ascontiguousarray(weights.T[order])
     errors = np.empty((cols, rows), np.float32)
-    result = np.zeros((rows, cols), np.float32)
+    result = np.empty((cols // GROUP, rows, GROUP), np.float32)
     chosen = np.empty((cols // GROUP, rows), np.intp) if patterns is None else patterns
     every_row = np.arange(rows)
+    first_of_product, second_of_product = _PRODUCTS
 
     for last in range(cols, 0, -_BLOCK):
         begin = max(0, last - _BLOCK)
@@ -118,25 +128,24 @@ def _final(
             own = own + lower[end:last, first:end].T @ errors[end:last]
             moved = wanted[first:end] + groups.carry[group] @ own
 
-            column = order[first]
+            place = order[first] // GROUP
             if patterns is None:
-                cut = moved[_CUT]
-                costs = np.einsum("pir,pij,pjr->pr", cut, groups.costs[group], cut)
-                chosen[column // GROUP] = costs.argmin(axis=0)
-            pattern = chosen[column // GROUP]
-            kept, cut_columns = _KEPT[pattern].T, _CUT[pattern].T
-            cut_weights = moved[cut_columns, every_row]
-            low, high = moved[kept, every_row] - np.einsum(
-                "ir,rij->jr", cut_weights, groups.changes[group][pattern]
-            )
+                costs = groups.costs[group] @ (moved[first_of_product] * moved[second_of_product])
+                chosen[place] = costs.argmin(axis=0)
+            pattern = chosen[place]
+            changed = (groups.maps[group] @ moved).reshape(len(_KEPT), GROUP, rows)
+            final = changed[pattern, :, every_row]  # [rows, 4]
             if round_kept:
-                rounded = round_kept(column, kept[1], high)
-                low = low + groups.moves[group][pattern] * (high - rounded)
-                low, high = round_kept(column, kept[0], low), rounded
-            result[every_row, column + kept[0]] = low
-            result[every_row, column + kept[1]] = high
-            errors[first:end] = wanted[first:end] - result[:, column : column + GROUP].T
-    return result, chosen
+                low, high = _KEPT[pattern].T
+                wanted_high = final[every_row, high]
+                rounded = round_kept(order[first], high, wanted_high)
+                wanted_low = final[every_row, low]
+                wanted_low += groups.moves[group][pattern] * (wanted_high - rounded)
+                final[every_row, high] = rounded
+                final[every_row, low] = round_kept(order[first], low, wanted_low)
+            result[place] = final
+            np.subtract(wanted[first:end], final.T, out=errors[first:end])
+    return result.swapaxes(0, 1).reshape(rows, cols), chosen
 
 
 def _patterns(mask: Mask | None) -> NDArray[np.intp] | None:  # [cols / 4, rows]
