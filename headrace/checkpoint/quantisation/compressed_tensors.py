@@ -57,7 +57,6 @@ _FORMATS = (
     "mixed-precision",
 )
 _TOP: dict[str, tuple[Any, ...]] = {
-    "format": (None, sparse.DENSE, *_FORMATS),
     "transform_config": (None, {}),
 }
 _BITS: dict[str, tuple[int, ...]] = {"int": tuple(range(1, 9)), "float": (4, 8)}
@@ -330,9 +329,13 @@ def _unknown(config: Config) -> Iterator[tuple[str, Any]]:
     yield from (
         (key, config.get(key)) for key, known in _TOP.items() if config.get(key) not in known
     )
-    yield from sparse.unknown(config)
-    groups = config.get("config_groups")
-    if not groups and sparse.layout_of(config):
+    groups, sparsity = config.get("config_groups"), list(sparse.unknown(config))
+    yield from sparsity
+    is_sparse = bool(config.get("sparsity_config")) and not sparsity
+    layout = config.get("format")
+    if layout not in _FORMATS and not (is_sparse and not groups and layout in (None, "dense")):
+        yield "format", layout
+    if is_sparse and not groups:
         return
     if (
         not isinstance(groups, dict)
