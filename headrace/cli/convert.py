@@ -1,4 +1,4 @@
-"""Quantise a model to a GGUF file, or to a folder of safetensors, perhaps with 2:4 sparsity.
+"""Quantise a model to a GGUF file, or to a folder of safetensors.
 
 If OUT ends in .gguf, it is a GGUF file in one of llama.cpp's mixtures (--to Q4_K_M). Otherwise it
 is a folder in the format of compressed-tensors (--to int4-g64) or bitsandbytes (--to nf4). OUT
@@ -13,29 +13,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.cli.arguments import add_calibration, add_model, add_threads
+from headrace.cli.moefying import add_moefication, check_moefication, moefied_model
 from headrace.cli.terminal import print_stderr
 from headrace.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from headrace.checkpoint.load import Checkpoint
     from headrace.convert.folder.writer import FolderPlan
-    from headrace.convert.matrices import Target
-    from headrace.convert.methods import Matrices
-    from headrace.convert.pruning import PruneMethod
     from headrace.convert.source_model import SourceModel
     from headrace.measure.progress import ProgressCallback
-    from headrace.quant.formats import StoredTensor
-
-_PRUNE_METHODS = ("magnitude", "wanda", "sparsegpt")
 
 _LARGE_SHARE = 0.25
 """Share of a folder above which its plain embeddings and head are worth a line."""
 EXAMPLES = """\
   headrace convert hf:ORG/MODEL model.gguf --to Q4_K_M
-  headrace convert hf:ORG/MODEL model-int4 --to int4-g64 --method gptq
-  headrace convert hf:ORG/MODEL model-24 --to int8-row --sparsity 2:4 --method gptq"""
+  headrace convert hf:ORG/MODEL model-int4 --to int4-g64 --method gptq"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -56,19 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="adapter that is merged into the weights first: a folder of PEFT or mlx-lm, a GGUF "
         "file, or hf:ORG/REPO",
     )
-    sparsity = parser.add_argument_group("sparsity", "Embedding, head and routers stay dense.")
-    sparsity.add_argument(
-        "--sparsity",
-        metavar="2:4",
-        help="2:4: of 4 neighbouring weights of a row, 2 are kept; OUT is a folder",
-    )
-    sparsity.add_argument(
-        "--prune",
-        choices=_PRUNE_METHODS,
-        help="choice of the kept weights: by magnitude; by wanda, which weighs columns by their "
-        "input; by sparsegpt, which changes the kept weights too (default: sparsegpt); all but "
-        "magnitude read a calibration text",
-    )
+    add_moefication(parser)
     embeddings = parser.add_argument_group("embedding and head", "No method calibrates them.")
     embeddings.add_argument(
         "--token-embedding-type",
@@ -90,11 +70,10 @@ def run(args: argparse.Namespace) -> int:
     from headrace.checkpoint.source import resolve
     from headrace.cli.progress import progress_bar
     from headrace.convert.destination import check_destination
-    from headrace.convert.pruning import check_sparsity
     from headrace.convert.source_model import open_source_model
 
     check_destination(args.out)
-    check_sparsity(args.sparsity, args.prune, is_gguf=args.out.suffix == ".gguf")
+    check_moefication(args)
     original = open_source_model(resolve(args.model))
     for note in original.checkpoint.notes:
         print(note, file=sys.stderr)
@@ -104,8 +83,10 @@ def run(args: argparse.Namespace) -> int:
         from headrace.convert.merge_adapter import merged
 
         original = merged(original, read_adapter(resolve(args.merge_adapter), original.spec))
-    plan = None
+    plan, lines = None, list[str]()
     with progress_bar() as on_progress:
+        if args.moefy:
+            original, lines = moefied_model(args, original, on_progress)
         if args.out.suffix == ".gguf":
             _write_gguf(args, original, on_progress)
         else:
@@ -116,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
     files = [args.out] if args.out.is_file() else list(args.out.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
     print(f"{args.out}: {size / 1e6:,.1f} MB; {args.model} has {original_size / 1e6:,.1f} MB")
+    for line in lines:
+        print(line)
     if plan and plan.matrix_writer:
         _print_embeddings(args, original, plan, size)
     return 0
@@ -150,74 +133,61 @@ def _write_folder(
     args: argparse.Namespace, original: "SourceModel", on_progress: "ProgressCallback"
 ) -> "FolderPlan":
     from headrace.convert.embedding_types import folder_types, parsed_types
-    from headrace.convert.folder.sparse import sparse_writer
     from headrace.convert.folder.writer import matrix_writer, plan_folder, write_folder
     from headrace.convert.matrices import quantisable, round_matrix
-    from headrace.convert.pruning import check_columns
+    from headrace.convert.methods import prepare_model, quantise_matrices
+    from headrace.planner.host import usable_cores
     from headrace.quant.format_names import named_format
     from headrace.quant.spec import PLAIN
 
-    checkpoint = original.checkpoint
+    checkpoint, threads = original.checkpoint, args.threads or usable_cores()
     types = (args.token_embedding_type, args.output_tensor_type)
-    dtype = args.to.upper() if args.to.upper() in PLAIN else None
-    if dtype and any(types):
-        raise RequestError(
-            f"--token-embedding-type and --output-tensor-type need quantised matrices, and "
-            f"--to {args.to} has none; leave them out, or choose another --to"
-        )
-    if dtype and not args.sparsity:
-        plan = plan_folder(original, None, (), dtype)
+    if args.to.upper() in PLAIN:
+        if any(types):
+            raise RequestError(
+                f"--token-embedding-type and --output-tensor-type need quantised matrices, and "
+                f"--to {args.to} has none; leave them out, or choose another --to"
+            )
+        plan = plan_folder(original, None, (), args.to.upper())
         write_folder(original, args.out, plan, checkpoint.tensors, ())
         return plan
 
-    target = dtype or named_format(args.to)
-    writer = sparse_writer(target) if args.sparsity else matrix_writer(named_format(args.to))
+    target = named_format(args.to)
+    writer = matrix_writer(target)
     names = quantisable(checkpoint.spec, checkpoint.tensors)
-    embeddings = {} if dtype else parsed_types(folder_types(checkpoint.spec, args.to, *types))
-    plan = plan_folder(original, writer, names, dtype, embeddings)
+    embeddings = parsed_types(folder_types(checkpoint.spec, args.to, *types))
+    plan = plan_folder(original, writer, names, embeddings=embeddings)
     if not plan.names:
         raise RequestError(
             f"{args.model} has no matrix that a folder can store quantised; write a GGUF file"
         )
-    if args.sparsity:
-        check_columns(checkpoint.tensors, plan.names)
     plan.planned()
-    tensors, matrices = _rounded(args, checkpoint, plan.names, target, on_progress)
-    embedded = ((name, round_matrix(tensors[name], spec)) for name, spec in plan.embeddings.items())
-    write_folder(original, args.out, plan, tensors, chain(embedded, matrices))
-    return plan
-
-
-def _rounded(
-    args: argparse.Namespace,
-    checkpoint: "Checkpoint",
-    names: list[str],
-    target: "Target",
-    on_progress: "ProgressCallback",
-) -> tuple["Mapping[str, StoredTensor]", "Matrices"]:
-    """All tensors as the method prepares them, and the pruned and rounded matrices."""
-    from headrace.convert.methods import prepare_model, quantise_matrices
-    from headrace.convert.pruning import check_method, prepare_pruning
-    from headrace.planner.host import usable_cores
-
-    spec, tensors = checkpoint.spec, checkpoint.tensors
-    threads = args.threads or usable_cores()
-    prune: PruneMethod | None = (args.prune or "sparsegpt") if args.sparsity else None
-    if prune:
-        check_method(args.method, target)
-    pieces = _calibration(args, checkpoint, prune)
-    pruning = None
-    if prune:
-        step = _step(on_progress, f"{prune}: reading a text")
-        pruning = prepare_pruning(prune, spec, tensors, names, pieces, threads, step)
-    step = _step(on_progress, f"{args.method}: reading a text")
-    model = prepare_model(args.method, spec, tensors, names, target, pieces, threads, step)
-    words = target if isinstance(target, str) else target.name
-    step = _step(on_progress, f"{f'{prune}, ' if prune else ''}{args.method}: to {words}")
-    matrices = quantise_matrices(
-        args.method, spec, model, names, target, pieces, threads, step, pruning
+    pieces = _calibration(args, checkpoint)
+    model = prepare_model(
+        args.method,
+        checkpoint.spec,
+        checkpoint.tensors,
+        plan.names,
+        target,
+        pieces,
+        threads,
+        _step(on_progress, f"{args.method}: reading a text"),
     )
-    return model.tensors, matrices
+    matrices = quantise_matrices(
+        args.method,
+        checkpoint.spec,
+        model,
+        plan.names,
+        target,
+        pieces,
+        threads,
+        _step(on_progress, f"{args.method}: quantising to {target.name}"),
+    )
+    rounded = (
+        (name, round_matrix(model.tensors[name], spec)) for name, spec in plan.embeddings.items()
+    )
+    write_folder(original, args.out, plan, model.tensors, chain(rounded, matrices))
+    return plan
 
 
 def _print_embeddings(
@@ -238,8 +208,7 @@ def _print_embeddings(
             continue
         planned = plan.plain[file_name][1]
         line = f"{words}: {planned.format}, {planned.nbytes / 1e6:,.1f} MB"
-        is_large = planned.nbytes > _LARGE_SHARE * size
-        if is_large and not args.token_embedding_type and not args.sparsity:
+        if planned.nbytes > _LARGE_SHARE * size and not args.token_embedding_type:
             can_pack = plan.matrix_writer and plan.matrix_writer.packs_embeddings
             smaller = f"{OPTIONS[name]} int8-row" if can_pack else "a GGUF file (--to Q4_K_M)"
             line += f"; {smaller} makes it smaller"
@@ -250,17 +219,14 @@ def _print_embeddings(
         print(f"transformers cannot load it; with {OPTIONS[EMBED]} bf16 it can")
 
 
-def _calibration(
-    args: argparse.Namespace, checkpoint: "Checkpoint", prune: str | None = None
-) -> list[list[int]]:
+def _calibration(args: argparse.Namespace, checkpoint: "Checkpoint") -> list[list[int]]:
     from headrace.convert.texts import calibration_pieces
 
-    readers = [name for name in (prune, args.method) if name not in (None, "magnitude", "rtn")]
-    if not readers:
+    if args.method == "rtn":
         return []
     pieces = calibration_pieces(checkpoint, args.calibration, args.length, args.calibration_tokens)
     if not sys.stderr.isatty():
-        print_stderr(f"{readers[0]}: reads {sum(map(len, pieces)):,} tokens of a text")
+        print_stderr(f"{args.method}: reads {sum(map(len, pieces)):,} tokens of a text")
     return pieces
 
 

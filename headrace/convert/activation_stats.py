@@ -128,6 +128,35 @@ def input_column_stats(
     return [(_check_finite(stats[value], readers[value]), readers[value]) for value in reading]
 
 
+def input_rows(
+    spec: ModelSpec,
+    tensors: Mapping[str, StoredTensor],
+    names: list[str],
+    pieces: list[list[int]],
+    threads: int,
+    on_progress: ProgressCallback,
+    memory: int = MEMORY,
+) -> Iterator[tuple[Floats, list[str]]]:
+    """Yield the rows [tokens, cols] of each input, with the names of its matrices.
+
+    Raises FormatError if a number is not finite.
+    """
+    program = trace_model(spec, tensors)
+    readers = _readers(program, names)
+    num_rows = sum(map(len, pieces))
+    rows: dict[Value, list[Floats]] = {}
+
+    def add(value: Value, more: Floats) -> None:
+        rows.setdefault(value, []).append(more.copy())
+
+    def cost(value: Value) -> int:
+        return 4 * value.width * num_rows
+
+    reading = _read(program, tensors, readers, pieces, threads, add, on_progress, memory, cost)
+    for value in reading:
+        yield _check_finite(np.concatenate(rows.pop(value)), readers[value]), readers[value]
+
+
 def update_maxima(maxima: Floats, rows: Floats) -> None:
     np.maximum(maxima, np.abs(rows).max(axis=0), out=maxima)
 

@@ -28,6 +28,8 @@ class SourceModel:
     is_folder: bool
     tensors: Mapping[str, StoredTensor]
     """Tensors in the file's shapes."""
+    is_rebuilt: bool = False
+    """Whether the specification is another one than the file's."""
 
     @property
     def spec(self) -> ModelSpec:

@@ -11,11 +11,12 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Qwen2MoeForCausalLM
 
 from headrace.checkpoint.folder import open_folder
 from headrace.checkpoint.load import open_checkpoint
 from tests.convert.test_folder import written
+from tests.convert.test_moefy import dense_model, moefied, to_folder
 from tests.folders import TOKENS, backends, check_engine, logits_of, tiny_llama
 
 FORMATS = [
@@ -49,6 +50,18 @@ def test_transformers_computes_written_folders(name: str, tmp_path: Path) -> Non
         ):  # as a model of bitsandbytes has all that is not quantised
             parameter.data = parameter.data.float()
     check_engine(tmp_path / "out", model, near=0.05)
+
+
+@pytest.mark.parametrize("variant", ["smollm2", "qwen2"])
+def test_transformers_computes_moefied_folders(variant: str, tmp_path: Path) -> None:
+    source = dense_model(variant, tmp_path / "model")
+    made = open_checkpoint(to_folder(moefied(source, 6, 4, layers=(0, 2)), tmp_path / "out"))
+    model = Qwen2MoeForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    truth, ours = (logits_of(each, [TOKENS]) for each in backends(made, ""))
+    with torch.no_grad():
+        theirs = model(torch.arange(TOKENS)[None] * 37 % 96).logits[0].numpy()
+    assert np.linalg.norm(truth - theirs) < 1e-4 * np.linalg.norm(theirs)
+    assert np.linalg.norm(ours - theirs) < 0.02 * np.linalg.norm(theirs)
 
 
 @pytest.mark.parametrize(

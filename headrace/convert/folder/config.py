@@ -1,6 +1,7 @@
 """The JSON files of a folder for a GGUF file."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from headrace.model.fields import JsonFields
 from headrace.model.spec import ModelSpec, RopeSpec
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
+
+_OF_FAMILY = ("attention_bias", "mlp_bias", "pretraining_tp", "auto_map")
+"""Fields that the families of dense models have, and Qwen2-MoE does not."""
 
 
 def write_config_files(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
@@ -50,7 +54,11 @@ def config_json(spec: ModelSpec) -> dict[str, Any]:
         raise UnsupportedModelError(
             f"the family {spec.architecture} has no folder format; convert the model to GGUF"
         )
-    config = {layout.fields.get(name, name): value for name, value in _usual(spec, layout).items()}
+    values = _usual(spec, layout) | _experts(spec)
+    return _checked(spec, layout, {layout.fields.get(key, key): values[key] for key in values})
+
+
+def _checked(spec: ModelSpec, layout: ConfigLayout, config: dict[str, Any]) -> dict[str, Any]:
     try:
         result = layout.spec(JsonFields(config, "config.json").named(layout.fields))
     except HeadraceError as error:
@@ -60,6 +68,19 @@ def config_json(spec: ModelSpec) -> dict[str, Any]:
         if name != "name" and value != expected:
             raise _refusal(spec, f"{name} would be {value} instead of {expected}")
     return config
+
+
+def rebuilt_config(spec: ModelSpec, original: Mapping[str, Any]) -> dict[str, Any]:
+    """Make a `config.json` for a model with other experts than `original` describes.
+
+    Raises UnsupportedModelError if the family of `spec` would read another model.
+    """
+    layout = FAMILIES[spec.architecture].config
+    assert layout
+    config = {key: value for key, value in original.items() if key not in _OF_FAMILY}
+    config |= {"architectures": [layout.architectures[0]], "model_type": layout.architectures[1]}
+    config |= _experts(spec)
+    return _checked(spec, layout, config)
 
 
 def _refusal(spec: ModelSpec, reason: str) -> UnsupportedModelError:
@@ -90,6 +111,24 @@ def _usual(spec: ModelSpec, layout: ConfigLayout) -> dict[str, Any]:
         "tie_word_embeddings": spec.tied_embeddings,
         "torch_dtype": "bfloat16",
         **(_rope(spec.rope) if spec.rope else {}),
+    }
+
+
+def _experts(spec: ModelSpec) -> dict[str, Any]:
+    experts = spec.experts
+    if experts is None or spec.architecture != "qwen2_moe":
+        return {}
+    return {
+        "qkv_bias": spec.qkv_bias,
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.top_k,
+        "moe_intermediate_size": experts.ffn_dim,
+        "shared_expert_intermediate_size": experts.shared_ffn_dim,
+        "norm_topk_prob": experts.normalised,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(experts.dense_layers),
+        # Only transformers' loss in training reads it.
+        "output_router_logits": False,
     }
 
 

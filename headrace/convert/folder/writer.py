@@ -17,7 +17,7 @@ from headrace.convert.embedding_types import EMBED, FolderType
 from headrace.convert.file_tensors import FileTensor
 from headrace.convert.folder.bitsandbytes import BitsAndBytes, LlmInt8
 from headrace.convert.folder.compressed_tensors import CompressedTensors
-from headrace.convert.folder.config import config_json, write_config_files
+from headrace.convert.folder.config import config_json, rebuilt_config, write_config_files
 from headrace.convert.folder.header import safetensors_layout
 from headrace.convert.folder.matrix_writer import MatrixWriter
 from headrace.convert.source_model import SourceModel
@@ -161,6 +161,8 @@ def write_folder(
             if source.is_folder
             else write_config_files(checkpoint, folder)
         )
+        if source.is_rebuilt and source.is_folder:
+            config = rebuilt_config(source.spec, config)
         if plan.matrix_writer:
             config["quantization_config"] = plan.config(source.head)
         if plan.dtype:

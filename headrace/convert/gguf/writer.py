@@ -45,7 +45,7 @@ class GgufPlan:
 def gguf_contents(source: SourceModel) -> GgufContents:
     """Raises UnsupportedModelError."""
     metadata = source.checkpoint.tokenizer_source
-    if isinstance(metadata, Metadata):
+    if isinstance(metadata, Metadata) and not source.is_rebuilt:
         shapes = {name: tensor.shape for name, tensor in source.tensors.items()}
         return GgufContents(metadata, shapes, source.tensors)
     description = describe_model(source.spec, source.file_tensors(as_folder=False))
@@ -120,13 +120,22 @@ def write_gguf(
 
 def _metadata(source: SourceModel, contents: GgufContents) -> dict[str, RawValue]:
     metadata = source.checkpoint.tokenizer_source
+    values: dict[str, Any] = dict(contents.fields)
+    result = {}
     if isinstance(metadata, Metadata):
         # The parts of a split model become one file.
-        return {key: metadata.raw(key) for key in metadata if not key.startswith("split.")}
-    from headrace.convert.gguf.tokenizer import tokenizer_values
+        kept = ("general.", "tokenizer.") if source.is_rebuilt else ("",)
+        result = {
+            key: metadata.raw(key)
+            for key in metadata
+            if key.startswith(kept) and not key.startswith("split.")
+        }
+        if not source.is_rebuilt:
+            return result
+    else:
+        from headrace.convert.gguf.tokenizer import tokenizer_values
 
-    values: dict[str, Any] = {**contents.fields, **tokenizer_values(source.checkpoint)}
-    result = {}
+        values |= tokenizer_values(source.checkpoint)
     for key, value in values.items():
         try:
             result[key] = raw(value)
