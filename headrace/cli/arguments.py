@@ -9,7 +9,7 @@ from headrace.backend_traits import BackendName, KvChoice
 from headrace.config import LOSSY_OPTIONS, Activations, EngineConfig
 
 if TYPE_CHECKING:
-    from headrace.measure.options import EngineOptions, ModelOptions
+    from headrace.measure.options import EngineOptions, ModelOptions, ModeOptions
 
 DEFAULT_MODEL = "smollm2"
 METHODS = ("rtn", "imatrix", "gptq", "awq", "smoothquant")
@@ -110,6 +110,9 @@ _MODES: dict[str, tuple[str, type, str]] = {
     ),
 }
 """Metavar, type and help of each of `LOSSY_OPTIONS`."""
+
+
+_DEFAULT_MODES = argparse.Namespace(**{name: getattr(EngineConfig, name) for name in _MODES})
 
 
 def add_modes(parser: argparse.ArgumentParser) -> None:
@@ -229,6 +232,11 @@ def add_parallel(parser: argparse.ArgumentParser) -> None:
 def engine_options(args: argparse.Namespace) -> "EngineOptions":
     names = (*_MODEL_OPTIONS, "chat_template", *PARALLEL)
     return cast("EngineOptions", _given(args, names))
+
+
+def mode_options(args: argparse.Namespace | None = None) -> "ModeOptions":
+    """The lossy options of `args`, or their defaults."""
+    return cast("ModeOptions", _given(args or _DEFAULT_MODES, LOSSY_OPTIONS))
 
 
 def model_options(args: argparse.Namespace) -> "ModelOptions":

@@ -15,8 +15,10 @@ from headrace.cli.arguments import (
     MAX_TOKENS,
     add_json,
     add_model,
+    add_modes,
     add_price,
     draft_chain,
+    mode_options,
     whole_number,
 )
 from headrace.cli.output_file import check_writable, write
@@ -63,6 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _add_goal(parser.add_argument_group("advice"))
     _add_machine(parser.add_argument_group("machine"))
     _add_work(parser.add_argument_group("work"))
+    add_modes(parser)
 
 
 def _add_goal(group: argparse._ArgumentGroup) -> None:
@@ -157,6 +160,12 @@ def run(args: argparse.Namespace) -> int:
     from headrace.measure.plan import plan, plan_facts
     from headrace.measure.table import print_json
 
+    modes = mode_options(args)
+    for flag in ("list", "check", "goal"):
+        if getattr(args, flag) not in (None, False) and modes != mode_options():
+            raise RequestError(
+                f"lossy modes are for the plan of one configuration; leave them or --{flag} out"
+            )
     if args.list:
         _print_machines(args.json)
         return 0
@@ -188,6 +197,7 @@ def run(args: argparse.Namespace) -> int:
         context=args.context,
         draft_depth=depth,
         draft_acceptance=acceptance,
+        **modes,
     )
     if args.svg:
         from headrace.measure.plan_picture import plan_svg
@@ -281,6 +291,8 @@ def _print(found: "Plan", price: float | None) -> None:
         }
         requests = f"{work.batch:,} x {work.prompt + work.output:,} tokens"
         print_figures(f"Resident memory of {requests}", {k: size(v) for k, v in parts.items()})
+    if found.lossy:
+        print(f"Lossy: {found.lossy}. `headrace eval` with these options measures the price.\n")
     _print_times(f"Step of {work.batch:,} x 1 row at depth {work.depth:,}", found.decode)
     _print_times(f"Step of a prompt of {work.prompt:,} tokens", found.prefill)
 

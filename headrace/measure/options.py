@@ -6,7 +6,14 @@ from headrace.backend_traits import BackendName, KvChoice
 from headrace.config import Activations, RopeScaling
 
 
-class ModelOptions(TypedDict, total=False):
+class ModeOptions(TypedDict, total=False):
+    """Fields of `EngineConfig` that make a lossy mode (`LOSSY_OPTIONS`)."""
+
+    attention_window: int
+    attention_sinks: int
+
+
+class ModelOptions(ModeOptions, total=False):
     """Fields of `EngineConfig` that change the model; each keeps its default there."""
 
     backend: BackendName
@@ -17,8 +24,6 @@ class ModelOptions(TypedDict, total=False):
     rope_scale: float
     rope_theta: float
     yarn_orig_ctx: int
-    attention_window: int
-    attention_sinks: int
 
 
 class EngineOptions(ModelOptions, total=False):

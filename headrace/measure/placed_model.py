@@ -8,15 +8,18 @@ from headrace.backend_traits import BackendName, KvDtype, traits_of
 from headrace.checkpoint.dummy import dummy_tensors, is_config_only, open_dummy_checkpoint
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
+from headrace.config import EngineConfig
 from headrace.errors import RequestError
+from headrace.loader.drafts import model_program
 from headrace.measure.gpu_memory import gpu_runtime_bytes
 from headrace.measure.place import Place
-from headrace.model import trace_model
 from headrace.parallel.mesh import Mesh, weights_of
 from headrace.planner.fit import RUNTIME_BYTES, Fit
 from headrace.program.kv import KvGroup
 from headrace.program.trace import Program
 from headrace.quant.formats import FORMATS, Format
+
+FULL_MODEL = EngineConfig()
 
 
 def open_model(model: str, format: str | None = None) -> Checkpoint:
@@ -42,13 +45,15 @@ def main_format(checkpoint: Checkpoint) -> Format:
     return max(sizes, key=sizes.__getitem__)
 
 
-def stage_programs(checkpoint: Checkpoint, backend: BackendName, mesh: Mesh) -> list[Program]:
-    """The lowered program of the last rank of each stage.
+def stage_programs(
+    checkpoint: Checkpoint, backend: BackendName, mesh: Mesh, config: EngineConfig = FULL_MODEL
+) -> list[Program]:
+    """The lowered program of the last rank of each stage, with the lossy options of `config`.
 
     It has the largest share of its stage, because smaller parts come first
     (`parallel/partition.py`).
     """
-    traced, last = trace_model(checkpoint.spec, checkpoint.tensors), mesh.tensor - 1
+    traced, last = model_program(config, checkpoint), mesh.tensor - 1
     shares = [mesh.program(traced, mesh.rank(stage, last)) for stage in range(mesh.pipeline)]
     return [
         lower_program(backend, share, weights_of(share, checkpoint.tensors)) for share in shares

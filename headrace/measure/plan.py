@@ -5,11 +5,13 @@ predicts times.
 """
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from headrace.backend_traits import KvDtype, check_kv_dtype, traits_of
 from headrace.checkpoint.load import Checkpoint
 from headrace.errors import MemoryLimitError, RequestError
+from headrace.loader.options import engine_config
+from headrace.measure.options import ModeOptions
 from headrace.measure.place import THIS, Place, find_place
 from headrace.measure.placed_model import (
     largest_fit,
@@ -74,6 +76,8 @@ class Plan:
     """Facts of a model on a machine, in bytes and seconds."""
 
     model: str
+    lossy: str
+    """Description of the lossy options; empty: the full model."""
     format: str
     kv_dtype: KvDtype
     place: Place
@@ -132,6 +136,7 @@ def plan(
     context: int | None = None,
     draft_depth: int = 0,
     draft_acceptance: float = 0.0,
+    **modes: Unpack[ModeOptions],
 ) -> Plan:
     """Plan a model on a machine.
 
@@ -149,6 +154,7 @@ def plan(
         context: tokens that each sequence has room for; by default prompt and output.
         draft_depth: draft tokens of each sequence in a step. Finding them counts as free.
         draft_acceptance: probability that the target accepts a draft token.
+        modes: lossy options, as in `EngineConfig`.
 
     Raises RequestError for an unknown machine or format, MemoryLimitError if weights do not fit,
     and the errors of `open_checkpoint`.
@@ -169,15 +175,11 @@ def plan(
             f"context {length:,} exceeds the model's {checkpoint.spec.max_context:,} tokens; use "
             "a shorter --context, --prompt or --output"
         )
-    stages = stage_programs(checkpoint, place.backend, place.mesh)
+    config = engine_config({**modes, "backend": place.backend})
+    stages = stage_programs(checkpoint, place.backend, place.mesh, config)
     kv_bytes = number_bytes(stages[0].kv_groups, kv_dtype)
     fit = largest_fit(stages, place, kv_dtype, length)
-    if not fit.kv_budget:
-        raise MemoryLimitError(
-            f"{fit.weights:,} bytes of weights and {fit.to_run:,} of runtime do not fit in the "
-            f"{place.memory:,} bytes of {place.title}; use more devices (-tp, -pp) or a smaller "
-            "--format"
-        )
+    _check_fit(fit, place)
 
     timer = StepTimer(stages, place.machine, place.reaches, place.link)
     chunk = min(workload.prompt, traits_of(place.backend).max_num_batched_tokens)
@@ -197,6 +199,7 @@ def plan(
         per_token /= draft.speedup
     return Plan(
         model=checkpoint.spec.name,
+        lossy=config.lossy,
         format=format or main_format(checkpoint).name,
         kv_dtype=kv_dtype,
         place=place,
@@ -213,6 +216,16 @@ def plan(
         timer=timer,
         kv_bytes=kv_bytes,
     )
+
+
+def _check_fit(fit: Fit, place: Place) -> None:
+    """Raise MemoryLimitError if weights and runtime leave no memory for KV."""
+    if not fit.kv_budget:
+        raise MemoryLimitError(
+            f"{fit.weights:,} bytes of weights and {fit.to_run:,} of runtime do not fit in the "
+            f"{place.memory:,} bytes of {place.title}; use more devices (-tp, -pp) or a smaller "
+            "--format"
+        )
 
 
 def _run_memory(
@@ -242,6 +255,7 @@ def plan_facts(found: Plan, price: float | None = None) -> dict[str, Any]:
     fit, place, costs = found.fit, found.place, found.cost(price)
     return {
         "model": found.model,
+        "lossy": found.lossy,
         "format": found.format,
         "kv_dtype": found.kv_dtype,
         "machine": place.name,

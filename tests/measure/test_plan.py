@@ -3,6 +3,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +62,18 @@ def test_a_plan_takes_the_largest_share_of_each_stage(llama_8b: str, mesh: Mesh)
             assert lowered.kv_groups[0].block_bytes("bf16", 1) <= planned.kv_groups[0].block_bytes(
                 "bf16", 1
             )
+
+
+def test_plan_of_a_lossy_mode(llama_8b: str) -> None:
+    """A window of 1,024 tokens bounds the KV that a deep step reads."""
+    work: dict[str, Any] = {"on": "h100-sxm", "prompt": 32_000, "batch": 8}
+    full = plan(llama_8b, **work)
+    window = plan(llama_8b, **work, attention_window=1024)
+    assert window.lossy.endswith("the last 1,024 tokens only") and not full.lossy
+    assert window.fit.kv_per_sequence < full.fit.kv_per_sequence / 8
+    assert window.per_token < 0.8 * full.per_token
+    assert plan_facts(window)["lossy"] == window.lossy
+    assert main(["plan", llama_8b, "--attention-window", "8", "--list"]) == 2
 
 
 def test_stages_of_a_pipeline_take_turns(llama_8b: str) -> None:
