@@ -87,7 +87,7 @@ const Weight& table_of(const Plan& plan, int weight) {
 }
 
 void fill_table(Plan& p, int weight, int first, const Bytes& codes, const Bytes& scales,
-                const std::optional<Bytes>& zeros) {
+                const std::optional<Bytes>& zeros, const std::optional<Bytes>& places) {
   const Weight& w = table_of(available(p), weight);
   const size_t count = codes.shape(0), numbers = static_cast<size_t>(w.shape.num_scales);
   require(first >= 0 && first % kTileRows == 0 && first <= w.rows &&
@@ -95,7 +95,12 @@ void fill_table(Plan& p, int weight, int first, const Bytes& codes, const Bytes&
           "the rows of a matrix come in order, a multiple of 16 at a time");
   require(count % kTileRows == 0 || first + static_cast<int>(count) == w.rows,
           "all rows but the last come 16 at a time");
-  require(codes.shape(1) == static_cast<size_t>(w.cols), "a matrix has a code for each column");
+  require(codes.shape(1) == code_row_bytes(w),
+          "a matrix has a code for each column, or for each one that is kept");
+  const size_t place_bytes = (static_cast<size_t>(w.cols) + 7) / 8;
+  require(places.has_value() == is_sparse(w.format) &&
+              (!places || (places->shape(0) == count && places->shape(1) == place_bytes)),
+          "a row of 2:4 weights has a bit for each column, other rows have none");
   const auto fits = [&](const Bytes& b, Number type) {
     return b.shape(0) == count && b.shape(1) == numbers * number_bytes(type);
   };
@@ -103,8 +108,9 @@ void fill_table(Plan& p, int weight, int first, const Bytes& codes, const Bytes&
   require(zeros.has_value() == (w.shape.zeros != Number::kNone) &&
               (!zeros || fits(*zeros, w.shape.zeros)),
           "a row has a zero for each scale, or none at all in this format");
-  const TableRows rows{first, static_cast<int>(count), codes.data(), scales.data(),
-                       zeros ? zeros->data() : nullptr};
+  const TableRows rows{
+      first,         static_cast<int>(count),         codes.data(),
+      scales.data(), zeros ? zeros->data() : nullptr, places ? places->data() : nullptr};
   unlocked(p, [&](Plan& to) { to.fill_table(weight, rows); });
 }
 
@@ -445,9 +451,10 @@ void bind_plan(nb::module_& m) {
           },
           nb::arg("a"), nb::arg("b"))
       .def("fill_table", &fill_table, nb::arg("weight"), nb::arg("first"), nb::arg("codes"),
-           nb::arg("scales"), nb::arg("zeros").none(),
+           nb::arg("scales"), nb::arg("zeros").none(), nb::arg("places").none() = nb::none(),
            "Rows from `first` on, a multiple of 16: codes [rows, columns], and the bytes of scales "
-           "and zeros [rows, bytes of a row].")
+           "and zeros [rows, bytes of a row]. 2:4 weights have the bytes of kept codes, and places "
+           "[rows, (columns + 7) / 8], a bit for each column.")
       .def("fill_table_blocks", &fill_table_blocks, nb::arg("weight"), nb::arg("format"),
            nb::arg("data"), nb::arg("row_order").none(),
            "All rows, as blocks of a file; those that are codes with scales of 16 bits.")

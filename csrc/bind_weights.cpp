@@ -20,13 +20,17 @@ Format format_of(const std::string& codes) {
                                      {"8", Format::kTable8},
                                      {"lookup", Format::kLookup4},
                                      {"e4m3", Format::kFloat8E4},
-                                     {"e5m2", Format::kFloat8E5}})
+                                     {"e5m2", Format::kFloat8E5},
+                                     {"2:4 int4", Format::kSparse4},
+                                     {"2:4 int8", Format::kSparse8},
+                                     {"2:4 int8 by row", Format::kSparseI8},
+                                     {"2:4 bf16", Format::kSparseBf16}})
     if (codes == name) return format;
   throw std::invalid_argument("no kernel reads codes like " + codes);
 }
 
 Number number_of(const std::optional<std::string>& type) {
-  if (!type) return Number::kNone;
+  if (!type || *type == "none") return Number::kNone;
   for (const auto& [name, number] : {std::pair("u8", Number::kU8),
                                      {"f16", Number::kF16},
                                      {"bf16", Number::kBf16},
@@ -52,8 +56,8 @@ void bind_weights(nb::module_& m) {
   nb::class_<TableSpec>(m, "TableSpec",
                         "A matrix whose scales lie in a table, 16 columns or a multiple of 32 to "
                         "each. Codes are integers of 2, 3, 4 or 8 bits,\n"
-                        "the numbers of 16 values, or floats of 8 bits; numbers are f16, bf16, "
-                        "f32, and u8 for zero points. A weight is scale *\n"
+                        "the numbers of 16 values, floats of 8 bits, or 2:4 weights; numbers are "
+                        "f16, bf16, f32, and u8 for zero points. A weight is scale *\n"
                         "(code - zero point), scale * code + zero where zeros are floats, or, "
                         "without zeros, scale * (code - middle).")
       .def(

@@ -20,6 +20,13 @@
 // known when a step runs (TileShape). Codes of kLookup4 are the numbers of 16 values
 // that come with the matrix, those of kFloat8E4 and kFloat8E5 small floats.
 //
+// Of 2:4 weights (kSparse4, kSparse8, kSparseI8, kSparseBf16) two of every four columns of a
+// row are kept. Of a group of 32 columns, line 0 has the places: bits 4j .. 4j + 2 of the
+// number of a row tell which of columns 4j .. 4j + 3 (kPlaces in sparse.h). The lines after it
+// have the kept values in the order of columns: 16 codes of 4 or 8 bits, as those of a group
+// are, or pairs of bf16. Codes lie around 0: zeroed memory is a matrix of zeros. A kernel spreads
+// them to all columns in registers.
+//
 // Matrices whose codes are numbers of points of a grid (kGrid) stay blocks of their
 // file, of 256 columns of a row each: a tile is the 16 blocks of its rows, one after
 // the other, for each super-block. A kernel decodes these 16 to a unit with codes of 8
@@ -76,15 +83,23 @@ enum class Format : int {
   kLookup4,   // NF4, FP4, IQ4_NL, ...
   kFloat8E4,  // e4m3, e5m2: Micikevicius et al. 2022
   kFloat8E5,
+  kSparse4,  // 2:4 integers of 4 and 8 bits
+  kSparse8,
   kBf16,
   kF16,
   kF32,
-  kI8Row,    // int8 with one scale a row
-  kI8Mixed,  // the same, for activations whose outliers stay float32: LLM.int8
+  kI8Row,       // int8 with one scale a row
+  kI8Mixed,     // the same, for activations whose outliers stay float32: LLM.int8
+  kSparseI8,    // 2:4 int8 with one scale a row, in its table
+  kSparseBf16,  // 2:4, without scales
 };
-constexpr int kNumFormats = 25;
+constexpr int kNumFormats = 29;
 
 constexpr bool is_i8(Format f) { return f == Format::kI8Row || f == Format::kI8Mixed; }
+constexpr bool is_sparse(Format f) {
+  return f == Format::kSparse4 || f == Format::kSparse8 || f == Format::kSparseI8 ||
+         f == Format::kSparseBf16;
+}
 
 // How a kernel wants its activations. An activation buffer holds every form that its
 // readers need. kQ8 is symmetric int8 per 32 columns. kQ8Offset puts the range of the
@@ -120,6 +135,7 @@ struct Unit {
   Scales scales;
   int width = 0;  // of what codes are multiplied as, where it is not their own: wider of values
                   // that are looked up
+  bool sparse = false;  // 2:4
 
   constexpr int columns() const {
     return is_super(scales)             ? 256
@@ -128,7 +144,7 @@ struct Unit {
                                         : 64;
   }
   constexpr int groups() const { return columns() / kGroup; }
-  constexpr int lines_per_group() const { return bits; }
+  constexpr int lines_per_group() const { return sparse ? 1 + bits / 2 : bits; }
   // Offsets of the parts. Plain: f16 scale[groups][16], f16 min[groups][16]; of powers
   // u8 exponent[groups][16]. Super: f16 d[16], f16 dmin[16] or float d[16] (64 bytes
   // either way), then s8 scale[n][16] and u8 min[n][16] with n integers per unit.
@@ -159,7 +175,9 @@ struct Unit {
 
 // Whether the scales are those of groups, and whether they lie in a table.
 constexpr bool is_grouped(Format f) { return f < Format::kBf16; }
-constexpr bool is_table(Format f) { return f >= Format::kTable2 && f <= Format::kFloat8E5; }
+constexpr bool is_table(Format f) {
+  return (f >= Format::kTable2 && f <= Format::kFloat8E5) || is_sparse(f);
+}
 // Whether codes are floats, which no integer product takes.
 constexpr bool is_float8(Format f) { return f == Format::kFloat8E4 || f == Format::kFloat8E5; }
 
@@ -197,6 +215,13 @@ constexpr Unit unit_of(Format f) {
       return {4, Scales::kTable};
     case Format::kLookup4:
       return {4, Scales::kTable, 8};
+    case Format::kSparse4:
+      return {4, Scales::kTable, 0, true};
+    case Format::kSparse8:
+    case Format::kSparseI8:
+      return {8, Scales::kTable, 0, true};
+    case Format::kSparseBf16:
+      return {16, Scales::kTable, 0, true};
     case Format::kTable8:
     case Format::kFloat8E4:
     case Format::kFloat8E5:
@@ -209,13 +234,16 @@ constexpr Unit unit_of(Format f) {
 // Columns of one unit, and its bytes for 16 rows. bf16 goes in pairs of columns, f16
 // and f32 column by column.
 constexpr int unit_columns(Format f) {
-  return is_grouped(f) ? unit_of(f).columns() : is_i8(f) ? kGroup : f == Format::kBf16 ? 2 : 1;
+  return is_grouped(f) || is_sparse(f) ? unit_of(f).columns()
+         : is_i8(f)                    ? kGroup
+         : f == Format::kBf16          ? 2
+                                       : 1;
 }
 constexpr int unit_bytes(Format f) {
-  return is_grouped(f)       ? unit_of(f).bytes()
-         : is_i8(f)          ? kGroup * kTileRows
-         : f == Format::kF16 ? 32
-                             : 64;
+  return is_grouped(f) || is_sparse(f) ? unit_of(f).bytes()
+         : is_i8(f)                    ? kGroup * kTileRows
+         : f == Format::kF16           ? 32
+                                       : 64;
 }
 // What the numbers of a table are. Zero points are kU8, minima floats; with neither,
 // codes lie around the middle of their range.

@@ -14,6 +14,7 @@
 #include "codes.h"
 #include "half.h"
 #include "kernels.h"
+#include "sparse.h"
 
 #define HR_INLINE inline __attribute__((always_inline))
 #define HR_INLINE_LAMBDA __attribute__((always_inline))

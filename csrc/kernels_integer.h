@@ -2,6 +2,7 @@
 // clang-format off: each of these needs those before it.
 #include "simd_unroll.h"
 #include HR_SIMD
+#include "kernels_sparse.h"
 #include "kernels_matmul.h"
 #include "kernels_matmul_table.h"
 #include "kernels_matmul_wide.h"

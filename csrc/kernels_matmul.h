@@ -315,7 +315,7 @@ void matmul_grid(const uint8_t* tile, const TileShape& shape, const uint8_t* blo
 // The loop is so tight that what it waits for is weights. Up to 4 rows the hardware's
 // prefetcher is the best that there is; then it falls behind, and weights are fetched
 // into L2, and with 8 rows or more from there into L1.
-template <int Rows>
+template <Format F, int Rows>
 void matmul_i8_row(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out,
                    const Aside&) {
   constexpr int turns = Rows >= 3 || kMaxRows < 16 ? 1 : 4 / Rows;
@@ -327,20 +327,26 @@ void matmul_i8_row(const uint8_t* tile, const TileShape& shape, const uint8_t* b
   for (int t = 0; t < turns; t++)
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; m++) sums[t][m] = set1(t ? 0 : zero_sums[m]);
-  constexpr int near = 1024;
-  for (int u = 0; u < shape.units; u++, tile += unit_bytes(Format::kI8Row), x += kGroup * Rows) {
+  constexpr int near = 1024, bytes = unit_bytes(F);
+  const auto* first_scale = reinterpret_cast<const float*>(tile);
+  tile += shape.codes_offset();
+  for (int u = 0; u < shape.units; u++, tile += bytes, x += kGroup * Rows) {
 #pragma GCC unroll(kMaxRows < 16 ? 1 : 8)
     for (int j = 0; j < 8; j += kLinesTogether) {
       Vb w[kLinesTogether];
       for (int i = 0; i < kLinesTogether; i++) {
-        if constexpr (Rows >= 5) prefetch_l2(tile + kFetchAhead + 64 * (j + i));
-        if constexpr (Rows >= 8) prefetch(tile + near + 64 * (j + i));
-        w[i] = load_bytes(tile + 64 * (j + i));
+        const int line = j + i;
+        if (Rows >= 5 && 64 * line < bytes) prefetch_l2(tile + kFetchAhead + 64 * line);
+        if (Rows >= 8 && 64 * line < bytes) prefetch(tile + near + 64 * line);
+        if constexpr (is_sparse(F))
+          w[i] = SparseCodes<unit_of(F)>{tile}[line];
+        else
+          w[i] = load_bytes(tile + 64 * line);
       }
       dots<8, kLinesTogether, Rows>(sums[j % turns], w, x + 4 * j);
     }
   }
-  const Vf weight_scales = load(reinterpret_cast<const float*>(tile));
+  const Vf weight_scales = load(is_sparse(F) ? first_scale : reinterpret_cast<const float*>(tile));
 #pragma GCC unroll 16
   for (int m = 0; m < Rows; m++) {
     Vi sum = sums[0][m];
@@ -356,7 +362,7 @@ template <int Rows>
 void matmul_i8_mixed(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out,
                      const Aside& aside) {
   const auto* outliers = reinterpret_cast<const Outliers*>(block);
-  matmul_i8_row<Rows>(tile, shape, block + Rows * sizeof(Outliers), out, aside);
+  matmul_i8_row<Format::kI8Row, Rows>(tile, shape, block + Rows * sizeof(Outliers), out, aside);
   const auto* scales = reinterpret_cast<const float*>(tile + static_cast<size_t>(shape.units) *
                                                                  unit_bytes(Format::kI8Mixed));
   for (int m = 0; m < Rows; m++)
@@ -384,6 +390,30 @@ void matmul_bf16(const uint8_t* tile, const TileShape& shape, const uint8_t* blo
     const Vb w = load_bytes(tile);
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; m++) acc[m] = dot_pair(acc[m], w, x + kPairStride * m);
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < Rows; m++) store(out + 16 * m, acc[m]);
+}
+
+// The same for 2:4 weights: the products of the dense matrix, in its order.
+template <int Rows>
+void matmul_sparse_bf16(const uint8_t* tile, const TileShape& shape, const uint8_t* block,
+                        float* out, const Aside&) {
+  constexpr int bytes = unit_bytes(Format::kSparseBf16);
+  Vf acc[Rows];
+#pragma GCC unroll 16
+  for (int m = 0; m < Rows; m++) acc[m] = zero();
+  const auto* x = reinterpret_cast<const Pair*>(block);
+  for (int u = 0; u < shape.units; u++, tile += bytes) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kGroup / kSparseColumns; j++) {
+      if constexpr (Rows >= 6) prefetch_l2(tile + kFetchAhead + 64 * (1 + j));
+      for (int half = 0; half < 2; half++, x += kPairStride * Rows) {
+        const Vb w = sparse_pairs(tile, j, half);
+#pragma GCC unroll 16
+        for (int m = 0; m < Rows; m++) acc[m] = dot_pair(acc[m], w, x + kPairStride * m);
+      }
+    }
   }
 #pragma GCC unroll 16
   for (int m = 0; m < Rows; m++) store(out + 16 * m, acc[m]);

@@ -21,6 +21,15 @@ HR_INLINE GroupScale<Scales::kTable> table_scale(const uint8_t* tile, const Tile
   return s;
 }
 
+// The codes of a group whose lines these are.
+template <Unit U>
+HR_INLINE auto table_codes(const uint8_t* lines, const TileShape& shape) {
+  if constexpr (U.sparse)
+    return SparseCodes<U>{lines};
+  else
+    return GroupCodes<U>{lines, 0, shape.lookup.codes};
+}
+
 template <Format F, int Rows, bool Offset>
 void matmul_table(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out,
                   const Aside&) {
@@ -38,7 +47,7 @@ void matmul_table(const uint8_t* tile, const TileShape& shape, const uint8_t* bl
     for (; g < end; g++, codes += bytes, block += q8_group_bytes(Offset) * Rows) {
       if constexpr (Rows >= kRowsToFetchFor)
         for (int line = 0; line < bytes; line += 64) prefetch_l2(codes + kFetchAhead + line);
-      add_whole_group<U, Rows, Offset>(acc, GroupCodes<U>{codes, 0, shape.lookup.codes}, s, block);
+      add_whole_group<U, Rows, Offset>(acc, table_codes<U>(codes, shape), s, block);
     }
   }
 #pragma GCC unroll 16

@@ -64,8 +64,10 @@ HR_INLINE void decode_group(const uint8_t* unit, const TileShape& shape, int g, 
 // Group g of a tile whose scales lie in a table.
 template <Format F, class Out>
 HR_INLINE void decode_table(const uint8_t* tile, const TileShape& shape, int g, Out& out) {
-  constexpr Unit U = unit_of(F), stored = {U.bits, U.scales};  // what is looked up is a float here
-  const GroupCodes<stored> w{tile + shape.codes_offset() + static_cast<size_t>(g) * unit_bytes(F)};
+  // What is looked up is a float here.
+  constexpr Unit U = unit_of(F), stored = {U.bits, U.scales, 0, U.sparse};
+  const auto w = table_codes<stored>(
+      tile + shape.codes_offset() + static_cast<size_t>(g) * unit_bytes(F), shape);
   for (int half = 0; half < 2; half++) {
     const int group =
         (g * kGroup + 16 * half) /

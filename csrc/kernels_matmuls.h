@@ -10,12 +10,14 @@ constexpr Kernels::Matmul matmul_for() {
     return matmul_grid<Rows, offset>;
   else if constexpr (is_grouped(F) && (M == Mode::kFloat || is_float8(F)))
     return matmul_wide<F, Rows>;
-  else if constexpr (is_table(F))
+  else if constexpr (is_grouped(F) && is_table(F))
     return matmul_table<F, Rows, offset>;
   else if constexpr (is_grouped(F))
     return matmul_grouped<F, Rows, offset>;
-  else if constexpr (F == Format::kI8Row)
-    return matmul_i8_row<Rows>;
+  else if constexpr (F == Format::kI8Row || F == Format::kSparseI8)
+    return matmul_i8_row<F, Rows>;
+  else if constexpr (F == Format::kSparseBf16)
+    return matmul_sparse_bf16<Rows>;
   else if constexpr (F == Format::kI8Mixed)
     return matmul_i8_mixed<Rows>;
   else if constexpr (F == Format::kBf16)
@@ -27,8 +29,10 @@ constexpr Kernels::Matmul matmul_for() {
 constexpr Form form_for(Format f, Mode mode) {
   if (is_grouped(f) && (mode == Mode::kFloat || is_float8(f))) return Form::kF32;
   if (is_grouped(f)) return mode == Mode::kInt8Offset ? Form::kQ8Offset : Form::kQ8;
-  if (is_i8(f)) return f == Format::kI8Row ? Form::kQ8Row : Form::kQ8Mixed;
-  return f == Format::kBf16 && kHasBf16 ? Form::kBf16 : Form::kF32;
+  if (is_i8(f) || f == Format::kSparseI8)
+    return f == Format::kI8Mixed ? Form::kQ8Mixed : Form::kQ8Row;
+  const bool is_bf16 = f == Format::kBf16 || f == Format::kSparseBf16;
+  return is_bf16 && kHasBf16 ? Form::kBf16 : Form::kF32;
 }
 
 template <Format F, Mode M, int Rows = 1>

@@ -10,6 +10,7 @@
 #include "kernels_pack.h"
 #include "kernels_attention.h"
 #include "kernels_kv.h"
+#include "kernels_sparse.h"
 #include "kernels_matmul.h"
 #include "kernels_matmul_table.h"
 #include "kernels_matmul_wide.h"

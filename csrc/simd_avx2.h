@@ -217,6 +217,23 @@ HR_INLINE Vb look_up(Vb nibbles, const uint8_t* table) {
       _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
   return {_mm256_shuffle_epi8(t, nibbles.a), _mm256_shuffle_epi8(t, nibbles.b)};
 }
+// Of each lane the bytes that `bytes` has for the low three bits of the number in bits 4j .. of
+// `numbers`; kNoByte: 0.
+HR_INLINE Vb spread(Vb lanes, Vb numbers, int j, const LaneBytes& bytes) {
+  typedef uint32_t Words __attribute__((vector_size(32)));
+  const __m256i table = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes.data()));
+  const __m256i lane =
+      _mm256_broadcastsi128_si256(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c));
+  const auto half = [&](__m256i x, __m256i n) HR_INLINE_LAMBDA {
+    const auto moved = reinterpret_cast<__m256i>(reinterpret_cast<Words>(n) >> 4 * j);
+    return _mm256_shuffle_epi8(x, _mm256_add_epi8(_mm256_permutevar8x32_epi32(table, moved), lane));
+  };
+  return {half(lanes.a, numbers.a), half(lanes.b, numbers.b)};
+}
+HR_INLINE Vb flip_bits(Vb x, int mask) {
+  const __m256i m = _mm256_set1_epi8(static_cast<char>(mask));
+  return {_mm256_xor_si256(x.a, m), _mm256_xor_si256(x.b, m)};
+}
 HR_INLINE Vs load_pairs_s8(const int8_t* p) {
   const __m128i* q = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtepi8_epi16(_mm_loadu_si128(q)), _mm256_cvtepi8_epi16(_mm_loadu_si128(q + 1))};

@@ -195,6 +195,21 @@ HR_INLINE Vb look_up(Vb nibbles, const uint8_t* table) {
       _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
   return {_mm512_shuffle_epi8(t, nibbles.v)};
 }
+// Of each lane the bytes that `bytes` has for the low three bits of the number in bits 4j .. of
+// `numbers`; kNoByte: 0.
+HR_INLINE Vb spread(Vb lanes, Vb numbers, int j, const LaneBytes& bytes) {
+  typedef uint32_t Words __attribute__((vector_size(64)));
+  const auto moved = reinterpret_cast<__m512i>(reinterpret_cast<Words>(numbers.v) >> 4 * j);
+  const __m512i table =
+      _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes.data())));
+  const __m512i lane =
+      _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c));
+  return {
+      _mm512_shuffle_epi8(lanes.v, _mm512_add_epi8(_mm512_permutexvar_epi32(moved, table), lane))};
+}
+HR_INLINE Vb flip_bits(Vb x, int mask) {
+  return {_mm512_xor_si512(x.v, _mm512_set1_epi8(static_cast<char>(mask)))};
+}
 HR_INLINE Vs load_pairs_s8(const int8_t* p) {
   return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }

@@ -201,6 +201,24 @@ HR_INLINE Vf look_up_floats(Vi numbers, const float* table) {
 HR_INLINE Vb look_up(Vb nibbles, const uint8_t* table) {
   return QUARTERS(Vb, vqtbl1q_u8(vld1q_u8(table), nibbles.q[i]));
 }
+// Of each lane the bytes that `bytes` has for the low three bits of the number in bits 4j .. of
+// `numbers`; kNoByte: 0.
+HR_INLINE Vb spread(Vb lanes, Vb numbers, int j, const LaneBytes& bytes) {
+  const auto* entries = reinterpret_cast<const uint8_t*>(bytes.data());
+  const uint8x16x2_t table = {{vld1q_u8(entries), vld1q_u8(entries + 16)}};
+  const uint32x4_t lane = {0, 0x04040404, 0x08080808, 0x0c0c0c0c};
+  const auto quarter = [&](int i) {
+    const uint32x4_t number = vandq_u32(
+        vshlq_u32(vreinterpretq_u32_u8(numbers.q[i]), vdupq_n_s32(-4 * j)), vdupq_n_u32(7));
+    const uint32x4_t entry = vmlaq_n_u32(vdupq_n_u32(0x03020100), number, 0x04040404);
+    const uint8x16_t from = vqtbl2q_u8(table, vreinterpretq_u8_u32(entry));
+    return vqtbl1q_u8(lanes.q[i], vaddq_u8(from, vreinterpretq_u8_u32(lane)));
+  };
+  return QUARTERS(Vb, quarter(i));
+}
+HR_INLINE Vb flip_bits(Vb x, int mask) {
+  return QUARTERS(Vb, veorq_u8(x.q[i], vdupq_n_u8(static_cast<uint8_t>(mask))));
+}
 HR_INLINE Vs load_pairs_s8(const int8_t* p) { return QUARTERS(Vs, vmovl_s8(vld1_s8(p + 8 * i))); }
 HR_INLINE Vs load_pairs_u8(const uint8_t* p) {
   return QUARTERS(Vs, vreinterpretq_s16_u16(vmovl_u8(vld1_u8(p + 8 * i))));

@@ -193,6 +193,24 @@ HR_INLINE Vb look_up(Vb nibbles, const uint8_t* table) {
   memcpy(&nibbles, bytes, 64);
   return nibbles;
 }
+// Of each lane the bytes that `bytes` has for the low three bits of the number in bits 4j .. of
+// `numbers`; kNoByte: 0.
+HR_INLINE Vb spread(Vb lanes, Vb numbers, int j, const LaneBytes& bytes) {
+  uint8_t from[64], to[64];
+  memcpy(from, &lanes, 64);
+  for (int i = 0; i < 16; i++) {
+    const uint32_t entry = bytes[static_cast<uint32_t>(numbers.v[i]) >> 4 * j & 7];
+    for (int b = 0; b < 4; b++) {
+      const uint32_t byte = entry >> 8 * b & 255;
+      to[4 * i + b] = byte == kNoByte ? 0 : from[4 * i + byte];
+    }
+  }
+  memcpy(&lanes, to, 64);
+  return lanes;
+}
+HR_INLINE Vb flip_bits(Vb x, int mask) {
+  return {x.v ^ static_cast<int32_t>(static_cast<uint32_t>(mask) * 0x01010101u)};
+}
 #define EACH_SHORT(expr)                                            \
   Vs r;                                                             \
   for (int i = 0; i < 32; i++) r.v[i] = static_cast<int16_t>(expr); \

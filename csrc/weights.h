@@ -44,9 +44,10 @@ struct TableSpec {
 // count unless they are the last.
 struct TableRows {
   int first, count;
-  const uint8_t* codes;   // [count][cols]
+  const uint8_t* codes;   // [count][cols], or of 2:4 weights [count][cols / 2], the kept ones
   const uint8_t* scales;  // [count][scales of a row], numbers as the matrix has them
   const uint8_t* zeros;   // the same, or null
+  const uint8_t* places = nullptr;  // of 2:4 weights [count][(cols + 7) / 8]: a bit for each column
 };
 
 // A packed matrix: ceil(rows / 16) tiles, `stride` bytes apart.
@@ -95,7 +96,11 @@ void check_table(const TableSpec& spec);
 // A matrix without rows yet, of what has been checked; `data` comes later.
 Weight empty_table(const TableSpec& spec);
 
-// Packs rows into their tiles, with all threads.
+// Bytes of the codes of a row of such a matrix, as its rows come.
+size_t code_row_bytes(const Weight& weight);
+
+// Packs rows into their tiles, with all threads. Throws std::invalid_argument for places of 2:4
+// weights that are not two of every four columns.
 void pack_table(const Weight& weight, const TableRows& rows, Pool& pool);
 
 // Packs all rows of such a matrix as they come from a file; the first throws

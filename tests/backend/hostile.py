@@ -138,13 +138,10 @@ def weight_pair(rng: Random) -> tuple[Any, ...]:
 
 def table(rng: Random) -> _native.TableSpec:
     """A matrix with a table of scales, which a later call may fill."""
+    codes = rng.choice(["2", "3", "4", "8", "e4m3", "2:4 int4", "2:4 int8", "2:4 bf16"])
+    scales = "none" if codes == "2:4 bf16" else "f16"
     return _native.TableSpec(
-        rng.choice(["2", "3", "4", "8", "e4m3"]),
-        rng.choice([16, 33]),
-        rng.choice([32, 40, 64]),
-        32,
-        "f16",
-        None,
+        codes, rng.choice([16, 33]), rng.choice([32, 40, 64]), 32, scales, None
     )
 
 
@@ -153,12 +150,29 @@ def table_rows(rng: Random) -> tuple[Any, ...]:
     codes, scales = np.zeros((16, 32), np.uint8), np.zeros((16, 2), np.uint8)
     if rng.randrange(3):
         return 4, rng.choice([0, 16]), codes, scales, None
+    if rng.randrange(3) == 0:
+        return sparse_rows(rng)
     return (
         ID(rng),
         mostly(0, 16)(rng),
         spoilt(rng, codes),
         spoilt(rng, scales),
         rng.choice([None, scales]),
+    )
+
+
+def sparse_rows(rng: Random) -> tuple[Any, ...]:
+    """Rows for a 2:4 matrix, perhaps with damaged places."""
+    cols, count = rng.choice([32, 40, 64]), rng.choice([16, 16, 33])
+    num_scales, num_bytes = rng.choice([(-(-cols // 32), 1), (0, 2)])
+    places = np.full((count, cols // 8), rng.choice([0x33, 0x5A, 0xC3]), np.uint8)
+    return (
+        ID(rng),
+        mostly(0, 16)(rng),
+        spoilt(rng, np.zeros((count, cols // 2 * num_bytes), np.uint8)),
+        np.zeros((count, 2 * num_scales), np.uint8),
+        None,
+        spoilt(rng, places) if rng.randrange(2) else places,
     )
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from headrace import _native
 from headrace.errors import UnsupportedModelError
 from headrace.quant.formats import StoredTensor
-from headrace.quant.spec import CODEBOOKS
+from headrace.quant.spec import CODEBOOKS, QuantSpec, floats
 
 GROUP = 32
 """Columns that share a scale in packed activations."""
@@ -99,14 +99,22 @@ def _table_spec(tensor: StoredTensor) -> _native.TableSpec | None:
     spec = tensor.format.spec
     if spec is None or tensor.format.table_rows is None:
         return None
-    if spec.is_sparse:
-        raise ValueError("2:4 sparse weights have no kernel on cpu yet")
     values = list(CODEBOOKS[spec.codebook]) if spec.codebook in CODEBOOKS else []
-    codes = "lookup" if values else str(spec.bits) if spec.codebook == "integer" else spec.codebook
     columns = spec.group or -(-tensor.cols // GROUP) * GROUP
+    scale = "f32" if spec.needs_rows_in_int8 else spec.scale
     return _native.TableSpec(
-        codes, tensor.rows, tensor.cols, columns, spec.scale, spec.zero_type, values
+        _code_kind(spec), tensor.rows, tensor.cols, columns, scale, spec.zero_type, values
     )
+
+
+def _code_kind(spec: QuantSpec) -> str:
+    """Name of the codes in `_native.TableSpec`."""
+    if spec.is_sparse:
+        number = f"int{spec.bits}" if spec.codebook == "integer" else spec.codebook
+        return f"2:4 {number}{' by row' if spec.needs_rows_in_int8 else ''}"
+    if spec.codebook in CODEBOOKS:
+        return "lookup"
+    return str(spec.bits) if spec.codebook == "integer" else spec.codebook
 
 
 def _codebook(tensor: StoredTensor) -> NDArray[np.int8] | None:
@@ -126,9 +134,14 @@ def _fill(plan: _native.Plan, weight: int, tensor: StoredTensor) -> None:
             tensor.parts,
             slice(first, last) if tensor.row_order is None else tensor.row_order[first:last],
         )
-        scales, zeros = (
-            None if numbers is None else np.ascontiguousarray(numbers).view(np.uint8)
-            for numbers in (rows.scales, rows.zeros)
+        numbers = rows.scales
+        if tensor.format.needs_rows_in_int8 and tensor.format.spec:
+            numbers = floats(numbers, tensor.format.spec.scale)
+        zeros, places = (
+            None if part is None else _bytes(part) for part in (rows.zeros, rows.places)
         )
-        assert scales is not None
-        plan.fill_table(weight, first, np.ascontiguousarray(rows.codes), scales, zeros)
+        plan.fill_table(weight, first, _bytes(rows.codes), _bytes(numbers), zeros, places)
+
+
+def _bytes(numbers: NDArray[np.generic]) -> NDArray[np.uint8]:  # [rows, bytes of a row]
+    return np.ascontiguousarray(numbers).view(np.uint8)

@@ -109,11 +109,16 @@ class WeightLayout:
 
 
 def layout_of(tensor: StoredTensor) -> WeightLayout:
-    """GPU layout of a stored tensor: lossless, with the same bits per code or the next size."""
+    """GPU layout of a stored tensor: lossless, with the same bits per code or the next size.
+
+    2:4 weights are stored with all their zeros, as the dense matrix.
+    """
     form, spec = tensor.format, tensor.format.spec
+    if form.is_bf16:
+        return WeightLayout("bf16")
     if form.name in _PLAIN:
         return WeightLayout(_PLAIN[form.name])
-    if form.name.startswith("I8_"):
+    if form.needs_rows_in_int8:
         assert spec
         return WeightLayout(
             store="int8",

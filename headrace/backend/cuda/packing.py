@@ -14,6 +14,7 @@ from headrace.backend.cuda.upload import in_threads, upload
 from headrace.errors import UnsupportedModelError
 from headrace.quant.dequantise import BlockScales
 from headrace.quant.formats import StoredTensor
+from headrace.quant.sparse import spread
 from headrace.quant.spec import CODEBOOKS, POWERS, Codebook, QuantSpec, floats
 
 _CHUNK_CODES = 1 << 22  # Codes that a thread of the host unpacks at a time
@@ -163,6 +164,9 @@ def code_rows(tensor: StoredTensor, rows: NDArray[np.int64]) -> CodeRows:
     if form.table_rows:
         part_codes = form.table_rows(parts, stored)
         codes: NDArray[Any] = part_codes.codes
+        if part_codes.places is not None:
+            middle = np.uint8(1 << spec.bits - 1)
+            codes = spread(codes ^ middle, part_codes.places) ^ middle
         if spec.codebook == "integer" and spec.zero == "none":
             codes = codes.astype(np.int16) - np.int16(1 << spec.bits - 1)
         zeros = None if part_codes.zeros is None else floats(part_codes.zeros, spec.zero_type)

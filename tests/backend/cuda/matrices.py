@@ -4,15 +4,15 @@ import numpy as np
 
 from headrace.quant.formats import FORMATS, StoredTensor
 from tests.backend.stored import random_stored
-from tests.tables import KINDS, random_table
+from tests.tables import KINDS, SPARSE_KINDS, random_table
 
-FORMAT_NAMES = [*FORMATS, *KINDS]
+FORMAT_NAMES = [*FORMATS, *KINDS, *SPARSE_KINDS]
 SUPER_BLOCKS = [name for name, form in FORMATS.items() if form.spec and form.spec.super_block]
 
 
 def random_matrix(name: str, rows: int, blocks: int, seed: int) -> StoredTensor:
     """A matrix of `blocks` blocks of columns, sometimes with a partial last group."""
-    if name in KINDS:
+    if name in KINDS | SPARSE_KINDS:
         return random_table(name, rows, (20 if seed % 3 == 0 else 32) * blocks, seed)
     size = FORMATS[name].block
     return random_stored(name, rows, blocks * (size if size > 1 else 20 + seed % 13), seed)
