@@ -1,4 +1,4 @@
-"""Quantise a model to a GGUF file, or to a folder of safetensors.
+"""Quantise a model to a GGUF file, or to a folder of safetensors, perhaps with 2:4 sparsity.
 
 If OUT ends in .gguf, it is a GGUF file in one of llama.cpp's mixtures (--to Q4_K_M). Otherwise it
 is a folder in the format of compressed-tensors (--to int4-g64) or bitsandbytes (--to nf4). OUT
@@ -18,16 +18,25 @@ from headrace.cli.terminal import print_stderr
 from headrace.errors import RequestError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from headrace.checkpoint.load import Checkpoint
     from headrace.convert.folder.writer import FolderPlan
+    from headrace.convert.matrices import Target
+    from headrace.convert.methods import Matrices
+    from headrace.convert.pruning import PruneMethod
     from headrace.convert.source_model import SourceModel
     from headrace.measure.progress import ProgressCallback
+    from headrace.quant.formats import StoredTensor
+
+_PRUNE_METHODS = ("magnitude", "wanda", "sparsegpt")
 
 _LARGE_SHARE = 0.25
 """Share of a folder above which its plain embeddings and head are worth a line."""
 EXAMPLES = """\
   headrace convert hf:ORG/MODEL model.gguf --to Q4_K_M
-  headrace convert hf:ORG/MODEL model-int4 --to int4-g64 --method gptq"""
+  headrace convert hf:ORG/MODEL model-int4 --to int4-g64 --method gptq
+  headrace convert hf:ORG/MODEL model-24 --to int8-row --sparsity 2:4 --method gptq"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +58,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "file, or hf:ORG/REPO",
     )
     add_moefication(parser)
+    sparsity = parser.add_argument_group("sparsity", "Embedding, head and routers stay dense.")
+    sparsity.add_argument(
+        "--sparsity",
+        metavar="2:4",
+        help="2:4: of 4 neighbouring weights of a row, 2 are kept; OUT is a folder",
+    )
+    sparsity.add_argument(
+        "--prune",
+        choices=_PRUNE_METHODS,
+        help="choice of the kept weights: by magnitude; by wanda, which weighs columns by their "
+        "input; by sparsegpt, which changes the kept weights too (default: sparsegpt); all but "
+        "magnitude read a calibration text",
+    )
     embeddings = parser.add_argument_group("embedding and head", "No method calibrates them.")
     embeddings.add_argument(
         "--token-embedding-type",
@@ -70,10 +92,12 @@ def run(args: argparse.Namespace) -> int:
     from headrace.checkpoint.source import resolve
     from headrace.cli.progress import progress_bar
     from headrace.convert.destination import check_destination
+    from headrace.convert.pruning import check_sparsity
     from headrace.convert.source_model import open_source_model
 
     check_destination(args.out)
     check_moefication(args)
+    check_sparsity(args.sparsity, args.prune, is_gguf=args.out.suffix == ".gguf")
     original = open_source_model(resolve(args.model))
     for note in original.checkpoint.notes:
         print(note, file=sys.stderr)
@@ -133,61 +157,74 @@ def _write_folder(
     args: argparse.Namespace, original: "SourceModel", on_progress: "ProgressCallback"
 ) -> "FolderPlan":
     from headrace.convert.embedding_types import folder_types, parsed_types
+    from headrace.convert.folder.sparse import sparse_writer
     from headrace.convert.folder.writer import matrix_writer, plan_folder, write_folder
     from headrace.convert.matrices import quantisable, round_matrix
-    from headrace.convert.methods import prepare_model, quantise_matrices
-    from headrace.planner.host import usable_cores
+    from headrace.convert.pruning import check_columns
     from headrace.quant.format_names import named_format
     from headrace.quant.spec import PLAIN
 
-    checkpoint, threads = original.checkpoint, args.threads or usable_cores()
+    checkpoint = original.checkpoint
     types = (args.token_embedding_type, args.output_tensor_type)
-    if args.to.upper() in PLAIN:
-        if any(types):
-            raise RequestError(
-                f"--token-embedding-type and --output-tensor-type need quantised matrices, and "
-                f"--to {args.to} has none; leave them out, or choose another --to"
-            )
-        plan = plan_folder(original, None, (), args.to.upper())
+    dtype = args.to.upper() if args.to.upper() in PLAIN else None
+    if dtype and any(types):
+        raise RequestError(
+            f"--token-embedding-type and --output-tensor-type need quantised matrices, and "
+            f"--to {args.to} has none; leave them out, or choose another --to"
+        )
+    if dtype and not args.sparsity:
+        plan = plan_folder(original, None, (), dtype)
         write_folder(original, args.out, plan, checkpoint.tensors, ())
         return plan
 
-    target = named_format(args.to)
-    writer = matrix_writer(target)
+    target = dtype or named_format(args.to)
+    writer = sparse_writer(target) if args.sparsity else matrix_writer(named_format(args.to))
     names = quantisable(checkpoint.spec, checkpoint.tensors)
-    embeddings = parsed_types(folder_types(checkpoint.spec, args.to, *types))
-    plan = plan_folder(original, writer, names, embeddings=embeddings)
+    embeddings = {} if dtype else parsed_types(folder_types(checkpoint.spec, args.to, *types))
+    plan = plan_folder(original, writer, names, dtype, embeddings)
     if not plan.names:
         raise RequestError(
             f"{args.model} has no matrix that a folder can store quantised; write a GGUF file"
         )
+    if args.sparsity:
+        check_columns(checkpoint.tensors, plan.names)
     plan.planned()
-    pieces = _calibration(args, checkpoint)
-    model = prepare_model(
-        args.method,
-        checkpoint.spec,
-        checkpoint.tensors,
-        plan.names,
-        target,
-        pieces,
-        threads,
-        _step(on_progress, f"{args.method}: reading a text"),
-    )
-    matrices = quantise_matrices(
-        args.method,
-        checkpoint.spec,
-        model,
-        plan.names,
-        target,
-        pieces,
-        threads,
-        _step(on_progress, f"{args.method}: quantising to {target.name}"),
-    )
-    rounded = (
-        (name, round_matrix(model.tensors[name], spec)) for name, spec in plan.embeddings.items()
-    )
-    write_folder(original, args.out, plan, model.tensors, chain(rounded, matrices))
+    tensors, matrices = _rounded(args, checkpoint, plan.names, target, on_progress)
+    embedded = ((name, round_matrix(tensors[name], spec)) for name, spec in plan.embeddings.items())
+    write_folder(original, args.out, plan, tensors, chain(embedded, matrices))
     return plan
+
+
+def _rounded(
+    args: argparse.Namespace,
+    checkpoint: "Checkpoint",
+    names: list[str],
+    target: "Target",
+    on_progress: "ProgressCallback",
+) -> tuple["Mapping[str, StoredTensor]", "Matrices"]:
+    """All tensors as the method prepares them, and the pruned and rounded matrices."""
+    from headrace.convert.methods import prepare_model, quantise_matrices
+    from headrace.convert.pruning import check_method, prepare_pruning
+    from headrace.planner.host import usable_cores
+
+    spec, tensors = checkpoint.spec, checkpoint.tensors
+    threads = args.threads or usable_cores()
+    prune: PruneMethod | None = (args.prune or "sparsegpt") if args.sparsity else None
+    if prune:
+        check_method(args.method, target)
+    pieces = _calibration(args, checkpoint, prune)
+    pruning = None
+    if prune:
+        step = _step(on_progress, f"{prune}: reading a text")
+        pruning = prepare_pruning(prune, spec, tensors, names, pieces, threads, step)
+    step = _step(on_progress, f"{args.method}: reading a text")
+    model = prepare_model(args.method, spec, tensors, names, target, pieces, threads, step)
+    words = target if isinstance(target, str) else target.name
+    step = _step(on_progress, f"{f'{prune}, ' if prune else ''}{args.method}: to {words}")
+    matrices = quantise_matrices(
+        args.method, spec, model, names, target, pieces, threads, step, pruning
+    )
+    return model.tensors, matrices
 
 
 def _print_embeddings(
@@ -208,7 +245,8 @@ def _print_embeddings(
             continue
         planned = plan.plain[file_name][1]
         line = f"{words}: {planned.format}, {planned.nbytes / 1e6:,.1f} MB"
-        if planned.nbytes > _LARGE_SHARE * size and not args.token_embedding_type:
+        is_large = planned.nbytes > _LARGE_SHARE * size
+        if is_large and not args.token_embedding_type and not args.sparsity:
             can_pack = plan.matrix_writer and plan.matrix_writer.packs_embeddings
             smaller = f"{OPTIONS[name]} int8-row" if can_pack else "a GGUF file (--to Q4_K_M)"
             line += f"; {smaller} makes it smaller"
@@ -219,14 +257,17 @@ def _print_embeddings(
         print(f"transformers cannot load it; with {OPTIONS[EMBED]} bf16 it can")
 
 
-def _calibration(args: argparse.Namespace, checkpoint: "Checkpoint") -> list[list[int]]:
+def _calibration(
+    args: argparse.Namespace, checkpoint: "Checkpoint", prune: str | None = None
+) -> list[list[int]]:
     from headrace.convert.texts import calibration_pieces
 
-    if args.method == "rtn":
+    readers = [name for name in (prune, args.method) if name not in (None, "magnitude", "rtn")]
+    if not readers:
         return []
     pieces = calibration_pieces(checkpoint, args.calibration, args.length, args.calibration_tokens)
     if not sys.stderr.isatty():
-        print_stderr(f"{args.method}: reads {sum(map(len, pieces)):,} tokens of a text")
+        print_stderr(f"{readers[0]}: reads {sum(map(len, pieces)):,} tokens of a text")
     return pieces
 
 

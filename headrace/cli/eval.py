@@ -5,7 +5,8 @@ KL is the divergence of the next-token distributions from a reference: mean and 
 `same top` is the share of positions at which both have the same most likely token.
 
 --formats quantises the matrices of the model to each of these formats, for a row each. --sweep
-prints the Pareto-optimal formats, and --budget the best format within a size or a speed.
+prints the Pareto-optimal formats, and --budget the best format within a size or a speed. --frontier
+adds the lossy modes, and measures each form as an exact draft of the full model, too.
 """
 
 import argparse
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\
   headrace eval smollm2 --formats int8-g64,int4-g64
   headrace eval smollm2 --sweep --budget 80MB --svg formats.svg
+  headrace eval smollm2 --frontier --svg frontier.svg
   headrace eval model-q4.gguf --reference model-f16.gguf --text wiki.txt"""
 
 
@@ -50,6 +52,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--budget",
         metavar="SIZE",
         help="with --sweep: maximum size or minimum speed, such as 2GB, 300MB or 50tok/s",
+    )
+    formats.add_argument(
+        "--frontier",
+        action="store_true",
+        help="bytes, speed and loss of --formats, or of the usual formats, and of all lossy modes, "
+        "each also as an exact draft",
+    )
+    formats.add_argument(
+        "--depth",
+        type=whole_number(2, MAX_TOKENS),
+        metavar="N",
+        help="with --frontier: context of the timed tokens, and length of a piece of text "
+        "(default: 1024)",
+    )
+    formats.add_argument(
+        "--quick", action="store_true", help="with --frontier: fewer forms, and fewer steps of each"
     )
     formats.add_argument(
         "--by-layer", action="store_true", help="relative error of the output of each layer"
@@ -82,20 +100,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--svg",
         type=Path,
         metavar="FILE",
-        help="with --sweep: SVG file for a picture of quality against speed",
+        help="with --sweep or --frontier: SVG file for a picture of quality against speed",
     )
     add_json(output)
 
 
 def run(args: argparse.Namespace) -> int:
     from headrace.cli.output_file import check_writable, write
-    from headrace.errors import RequestError
     from headrace.measure.frontier import best_within, pareto_frontier, parse_budget
     from headrace.measure.table import print_json
 
-    for flag in ("budget", "svg"):
-        if getattr(args, flag) and not args.sweep:
-            raise RequestError(f"--{flag} needs --sweep; add it")
+    if args.frontier:
+        from headrace.cli.eval_frontier import run_frontier
+
+        return run_frontier(args)
+    _check_flags(args)
     budget = parse_budget(args.budget) if args.budget else None
     if args.svg:
         check_writable("--svg", args.svg)
@@ -120,6 +139,18 @@ def run(args: argparse.Namespace) -> int:
 
         write("--svg", args.svg, frontier_svg(f"Formats of {args.model}", rows, "KL, nats"))
     return 0
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Raise RequestError for a flag of another evaluation."""
+    from headrace.errors import RequestError
+
+    for flag in ("depth", "quick"):
+        if getattr(args, flag):
+            raise RequestError(f"--{flag} needs --frontier; add it")
+    for flag, needed in (("budget", "--sweep"), ("svg", "--sweep or --frontier")):
+        if getattr(args, flag) and not args.sweep:
+            raise RequestError(f"--{flag} needs {needed}; add it")
 
 
 def _evaluate(args: argparse.Namespace) -> "list[Evaluation]":

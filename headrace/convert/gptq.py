@@ -36,22 +36,27 @@ class Feedback(NamedTuple):
     order: NDArray[np.int64]  # [cols] columns, the last is rounded first
     lower: Floats  # [cols, cols] L[j, c] / L[c, c], in this order
     importance: Floats  # [cols] the diagonal of H, in the original order
+    diagonal: Floats  # [cols] L[c, c], in this order
 
 
-def feedback(products: Floats, *, damping: float = DAMPING) -> Feedback:
+def feedback(products: Floats, *, damping: float = DAMPING, together: int = 1) -> Feedback:
     """Factorise mean products X^T X [cols, cols].
 
-    Raises numpy.linalg.LinAlgError if the damped products are not positive definite.
+    `together` neighbouring columns stay neighbours, in their order. Raises
+    numpy.linalg.LinAlgError if the damped products are not positive definite.
     """
     importance = np.diag(products).copy()
     diagonal = np.where(importance == 0, np.float32(1), importance)
     diagonal = diagonal + np.float32(damping * diagonal.mean(dtype=np.float64))
-    order = np.argsort(diagonal, kind="stable")
+    by_group = diagonal.reshape(-1, together)
+    groups = np.argsort(by_group.sum(axis=1), kind="stable")
+    order = (together * groups[:, None] + np.arange(together)).reshape(-1)
     lower = products[np.ix_(order, order)]
     np.fill_diagonal(lower, diagonal[order])
     _factorise(lower)
-    lower /= np.diag(lower).copy()
-    return Feedback(order, lower, importance)
+    factor_diagonal = np.diag(lower).copy()
+    lower /= factor_diagonal
+    return Feedback(order, lower, importance, factor_diagonal)
 
 
 def _factorise(a: Floats) -> None:
@@ -75,7 +80,7 @@ def _factorise(a: Floats) -> None:
 def gptq(weights: Floats, correction: Feedback, spec: QuantSpec) -> TableRows:
     """Round a matrix [rows, cols], given the feedback of its input's products."""
     rows, cols = weights.shape
-    order, lower, importance = correction
+    order, lower, importance = correction[:3]
     weights = np.where(importance == 0, np.float32(0), weights)
     by_group = in_groups(importance[None], spec)[0]
     scales, zeros = best_range(in_groups(weights, spec), spec, clip=True, importance=by_group)

@@ -1,9 +1,10 @@
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 from headrace.convert.activation_stats import input_column_stats, input_products, update_squares
 from headrace.convert.awq import awq
-from headrace.convert.gptq import feedback, gptq
+from headrace.convert.gptq import Feedback, feedback, gptq
 from headrace.convert.matrices import (
     ProgressCallback,
     Target,
@@ -11,11 +12,14 @@ from headrace.convert.matrices import (
     quantised_matrix,
     round_matrix,
 )
+from headrace.convert.pruning import Pruning
 from headrace.convert.smoothquant import smoothquant
+from headrace.convert.sparsegpt import sparsegpt, sparsegpt_rounded
 from headrace.errors import RequestError
 from headrace.model.spec import ModelSpec
 from headrace.quant.arrays import Floats
 from headrace.quant.formats import StoredTensor
+from headrace.quant.sparse import GROUP
 from headrace.quant.spec import QuantSpec
 
 Method = Literal["rtn", "imatrix", "gptq", "awq", "smoothquant"]
@@ -72,41 +76,79 @@ def quantise_matrices(
     pieces: list[list[int]],
     threads: int,
     on_progress: ProgressCallback,
+    pruning: Pruning | None = None,
 ) -> Matrices:
-    """Yield the quantised matrices; GPTQ rounds experts to the nearest."""
+    """Yield the quantised matrices, pruned first.
+
+    GPTQ rounds experts to the nearest. SparseGPT prunes down projections of experts by magnitude.
+    """
     on_progress(0.0)
-    by_gptq: list[str] = []
-    if method == "gptq" and isinstance(target, QuantSpec):
+    compensated: list[str] = []
+    if pruning and pruning.method == "sparsegpt":
+        compensated = names
+    elif method == "gptq" and isinstance(target, QuantSpec):
         experts = expert_matrices(spec, model.tensors)
-        by_gptq = [name for name in names if name not in experts]
-        part = len(by_gptq) / len(names)
-        yield from _by_gptq(
+        compensated = [name for name in names if name not in experts]
+    finish = partial(_compensated, method == "gptq", model, target, pruning)
+
+    finished: set[str] = set()
+    if compensated:
+        part = len(compensated) / len(names)
+        for name, matrix in _by_products(
             spec,
             model.tensors,
-            by_gptq,
-            target,
+            compensated,
+            finish,
+            GROUP if pruning else 1,
             pieces,
             threads,
             lambda share: on_progress(part * share),
-        )
-    done, gptq_names = len(by_gptq), set(by_gptq)
+        ):
+            finished.add(name)
+            yield name, matrix
     for name in names:
-        if name not in gptq_names:
-            yield name, round_matrix(model.tensors[name], target, model.importance.get(name))
-            model.tensors[name].release()
-            done += 1
-            on_progress(done / len(names))
+        if name not in finished:
+            tensor = model.tensors[name]
+            pruned = pruning.pruned(tensor) if pruning else tensor
+            yield name, round_matrix(pruned, target, model.importance.get(name))
+            tensor.release()
+            finished.add(name)
+            on_progress(len(finished) / len(names))
 
 
-def _by_gptq(
+def _compensated(
+    rounds_too: bool,
+    model: PreparedModel,
+    target: Target,
+    pruning: Pruning | None,
+    tensor: StoredTensor,
+    correction: Feedback,
+) -> StoredTensor:
+    """Prune and round a matrix, whose other columns compensate."""
+    weights = tensor.dequantise()
+    mask = pruning.mask(tensor.name, weights) if pruning else None
+    if rounds_too and isinstance(target, QuantSpec):
+        rows = (
+            sparsegpt_rounded(weights, correction, target, mask)
+            if pruning
+            else gptq(weights, correction, target)
+        )
+        return quantised_matrix(tensor, target, [rows])
+    pruned = StoredTensor.from_floats(tensor.name, sparsegpt(weights, correction, mask))
+    return round_matrix(pruned, target, model.importance.get(tensor.name))
+
+
+def _by_products(
     spec: ModelSpec,
     tensors: Mapping[str, StoredTensor],
     names: list[str],
-    target: QuantSpec,
+    finish: Callable[[StoredTensor, Feedback], StoredTensor],
+    together: int,
     pieces: list[list[int]],
     threads: int,
     on_progress: ProgressCallback,
 ) -> Matrices:
+    """Yield the matrices whose inputs have products."""
     # Reading and rounding take turns, so each counts as a half.
     share_read, done = 0.0, 0
 
@@ -116,12 +158,11 @@ def _by_gptq(
         on_progress((share_read + done / len(names)) / 2)
 
     for products, readers in input_products(spec, tensors, names, pieces, threads, on_read):
-        correction = feedback(products)
+        correction = feedback(products, together=together)
         del products
         for name in readers:
             tensor = tensors[name]
-            rows = gptq(tensor.dequantise(), correction, target)
-            yield name, quantised_matrix(tensor, target, [rows])
+            yield name, finish(tensor, correction)
             tensor.release()
             done += 1
             on_read(share_read)

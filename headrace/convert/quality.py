@@ -11,6 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 
 import numpy as np
 
@@ -68,7 +69,7 @@ class Scorer:
     def log_probabilities(self, piece: Sequence[int]) -> Iterator[Floats]:
         """Yield chunks [rows, vocabulary]."""
         for first in range(0, len(piece), _ROWS):
-            batch = self._batch(piece, first, min(first + _ROWS, len(piece)))
+            batch = self.batch(piece, first, min(first + _ROWS, len(piece)))
             logits = forward(self.executable, batch).logits
             assert logits is not None
             shifted = logits - logits.max(axis=1, keepdims=True)
@@ -77,24 +78,33 @@ class Scorer:
 
     def speed(self, piece: Sequence[int]) -> tuple[float, float]:
         """Measure tokens/s of prefill and of decoding after the piece."""
-        prefill = self._batch(piece, 0, len(piece), 1)
-        decode = self._batch(piece, len(piece) - 1, len(piece))
-        prefill_seconds = self._median_seconds(prefill, _PREFILL_RUNS)
-        decode_seconds = self._median_seconds(decode, _DECODE_RUNS)
+        prefill = self.batch(piece, 0, len(piece), 1)
+        decode = self.batch(piece, len(piece) - 1, len(piece))
+        prefill_seconds = statistics.median(self.seconds(prefill) for _ in range(_PREFILL_RUNS))
+        decode_seconds = statistics.median(self.seconds(decode) for _ in range(_DECODE_RUNS))
         return len(piece) / prefill_seconds, 1 / decode_seconds
+
+    def attach(self, program: Program, tensors: Mapping[str, StoredTensor]) -> "Scorer":
+        """Compile another program over the same KV; closing this model ends both."""
+        attached = copy(self)
+        attached.executable = self.executable.attach(program, tensors)
+        return attached
+
+    def read(self, piece: Sequence[int]) -> None:
+        """Write the KV of a piece."""
+        for first in range(0, len(piece), _ROWS):
+            self.seconds(self.batch(piece, first, min(first + _ROWS, len(piece)), 1))
 
     def close(self) -> None:
         self.executable.close()
 
-    def _median_seconds(self, batch: RaggedBatch, runs: int) -> float:
-        seconds = []
-        for _ in range(runs):
-            start = time.perf_counter()
-            self.executable.launch(batch).wait()
-            seconds.append(time.perf_counter() - start)
-        return statistics.median(seconds)
+    def seconds(self, batch: RaggedBatch) -> float:
+        """Time a step."""
+        start = time.perf_counter()
+        self.executable.launch(batch).wait()
+        return time.perf_counter() - start
 
-    def _batch(
+    def batch(
         self, piece: Sequence[int], first: int, end: int, num_logits: int = _ROWS
     ) -> RaggedBatch:
         return sequence_batch(piece, first, end, num_logits, self._blocks, self._groups)

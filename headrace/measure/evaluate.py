@@ -25,6 +25,7 @@ from headrace.measure.options import ModelOptions
 from headrace.measure.progress import ProgressCallback, ignore_progress, track
 from headrace.planner.host import usable_cores
 from headrace.planner.prices import Price, keep_price
+from headrace.program.trace import Program
 from headrace.quant.encode import ENCODERS
 from headrace.quant.format_names import named_format
 from headrace.record import frozen
@@ -111,8 +112,8 @@ def evaluate(
         raise RequestError(f"method {method!r} is unknown; use {', '.join(METHODS)}")
     integer("length", length, 2, MAX_TOKENS)
     integer("tokens", tokens, 2, MAX_TOKENS)
-    targets = {name: _target(name) for name in formats}
-    evaluator = _Evaluator(model, options, text, tokens, length, on_progress)
+    targets = {name: target_of(name) for name in formats}
+    evaluator = Evaluator(model, options, text, tokens, length, on_progress)
     mode = evaluator.mode
     if mode.lossy and (targets or reference):
         raise RequestError(
@@ -137,7 +138,9 @@ def evaluate(
         return results
 
 
-class _Evaluator:
+class Evaluator:
+    """A model with an evaluation text, against which forms of the model are scored."""
+
     def __init__(
         self,
         model: str,
@@ -146,20 +149,23 @@ class _Evaluator:
         tokens: int,
         length: int,
         on_progress: ProgressCallback,
+        spare: int = 0,
     ) -> None:
+        """`spare`: tokens that compiled models have room for after a piece of the text."""
         checkpoint = open_files(model, engine_config(options))
         if not checkpoint.spec.has_head:
             raise RequestError(
                 f"{model} only computes embeddings: its files have no head (lm_head.weight), so it "
                 "gives no probabilities to evaluate"
             )
-        self._length = min(length, checkpoint.spec.max_context)
-        config = engine_config({**options, "max_model_len": self._length})
+        self._length = min(length, checkpoint.spec.max_context - spare)
+        self._spare = spare
+        config = engine_config({**options, "max_model_len": self._length + spare})
         self.mode = with_backend(config, checkpoint)
         """The configuration, with the lossy options."""
-        self._config = without_modes(self.mode)
+        self.config = without_modes(self.mode)
         self._threads = config.threads or usable_cores()
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._on_progress = on_progress
         self._names = quantisable(checkpoint.spec, checkpoint.tensors)
 
@@ -168,15 +174,15 @@ class _Evaluator:
         tokenizer = checkpoint.load_tokenizer()
         name = f"text {str(text)!r}"
         self._prefix = len(tokenizer.prefix_ids)
-        self._pieces = text_pieces(tokenizer, words, self._length, tokens, name)
+        self.pieces = text_pieces(tokenizer, words, self._length, tokens, name)
 
     @property
     def tensors(self) -> Mapping[str, "StoredTensor"]:
-        return self._checkpoint.tensors
+        return self.checkpoint.tensors
 
     def calibration(self, text: Path | str | None, tokens: int) -> list[list[int]]:
         file = Path(text) if text else None
-        return calibration_pieces(self._checkpoint, file, self._length, tokens)
+        return calibration_pieces(self.checkpoint, file, self._length, tokens)
 
     def score_reference(self, reference: str | None, into: SpillFile) -> None:
         scorer = self._reference_scorer(reference)
@@ -193,12 +199,19 @@ class _Evaluator:
         errors: Mapping[int, float] | None = None,
     ) -> Evaluation:
         """Score and time one set of tensors; `reference` may be empty."""
-        return self._evaluate(name, self._scorer(tensors), reference, errors or {})
+        scorer = self.scorer(tensors)
+        try:
+            return self._evaluate(name, scorer, reference, errors or {})
+        finally:
+            scorer.close()
 
     def evaluate_mode(self, reference: SpillFile) -> Evaluation:
         """Score and time the model with its lossy options."""
-        scorer = self._scorer(self.tensors, config=self.mode)
-        return self._evaluate(self.mode.lossy, scorer, reference, {})
+        scorer = self.scorer(self.tensors, config=self.mode)
+        try:
+            return self._evaluate(self.mode.lossy, scorer, reference, {})
+        finally:
+            scorer.close()
 
     def keep_price(self, full: Quality, mode: Quality) -> None:
         """Keep the loss of the mode for the runs that print it."""
@@ -210,8 +223,8 @@ class _Evaluator:
             nll_full=full.nll,
             kl=mode.kl,
         )
-        tokenizer = self._checkpoint.load_tokenizer()
-        keep_price(fingerprint(self._checkpoint, tokenizer), mode_key(self.mode), price)
+        tokenizer = self.checkpoint.load_tokenizer()
+        keep_price(fingerprint(self.checkpoint, tokenizer), mode_key(self.mode), price)
 
     def _evaluate(
         self,
@@ -220,34 +233,38 @@ class _Evaluator:
         reference: SpillFile,
         errors: Mapping[int, float],
     ) -> Evaluation:
-        judge = QualityMeter(self._prefix)
-        by_reference = iter(reference) if len(reference) else None
-        for piece in self._track_pieces(name):
-            judge.add(piece, scorer.log_probabilities(piece), by_reference)
-        prefill, decode = scorer.speed(self._pieces[0])
+        quality = self.quality(name, scorer, reference)
+        prefill, decode = scorer.speed(self.pieces[0])
 
         program = scorer.executable.program
         matrices = [program.weights[name] for name in self._names]
         num_weights = sum(weight.rows * weight.cols for weight in matrices)
-        scorer.close()
         return Evaluation(
             name=name,
             weight_bytes=program.weight_bytes,
             bits=8 * sum(weight.nbytes for weight in matrices) / num_weights,
-            quality=judge.quality(),
+            quality=quality,
             prefill=prefill,
             decode=decode,
             layer_errors=errors,
         )
 
+    def quality(self, name: str, scorer: Scorer, reference: SpillFile) -> Quality:
+        """Score the text, against the reference if it has rows; `name` is shown as progress."""
+        judge = QualityMeter(self._prefix)
+        by_reference = iter(reference) if len(reference) else None
+        for piece in self._track_pieces(name):
+            judge.add(piece, scorer.log_probabilities(piece), by_reference)
+        return judge.quality()
+
     def quantise(
         self, name: str, target: Target, method: Method, calibration: list[list[int]]
     ) -> tuple[Mapping[str, "StoredTensor"], Mapping[str, "StoredTensor"]]:
-        spec = self._checkpoint.spec
+        spec = self.checkpoint.spec
         model = prepare_model(
             method,
             spec,
-            self._checkpoint.tensors,
+            self.checkpoint.tensors,
             self._names,
             target,
             calibration,
@@ -275,29 +292,27 @@ class _Evaluator:
         quantised: Mapping[str, "StoredTensor"],
     ) -> dict[int, float]:
         return layer_errors(
-            self._checkpoint.spec,
+            self.checkpoint.spec,
             original,
             quantised,
             self._names,
-            self._pieces,
+            self.pieces,
             self._threads,
             self._step(f"{name}: layer errors"),
         )
 
     def _track_pieces(self, step: str) -> Iterator[list[int]]:
-        return track(self._pieces, len(self._pieces), step, self._on_progress)
+        return track(self.pieces, len(self.pieces), step, self._on_progress)
 
     def _step(self, step: str) -> Callable[[float], None]:
         return lambda share: self._on_progress(step, share)
 
     def _reference_scorer(self, reference: str | None) -> Scorer:
-        checkpoint = self._checkpoint
+        checkpoint = self.checkpoint
         if reference is None:
-            return self._scorer(checkpoint.tensors)
+            return self.scorer(checkpoint.tensors)
         if reference == EXACT_REFERENCE:
-            return self._scorer(
-                checkpoint.tensors, config=replace(self._config, backend="reference")
-            )
+            return self.scorer(checkpoint.tensors, config=replace(self.config, backend="reference"))
         other = open_checkpoint(resolve(reference))
         size, expected = other.spec.vocab_size, checkpoint.spec.vocab_size
         if size != expected:
@@ -305,21 +320,26 @@ class _Evaluator:
                 f"reference {reference!r} has {size:,} tokens in its vocabulary, and the model has "
                 f"{expected:,}; use a model with the same vocabulary"
             )
-        return self._scorer(other.tensors, other)
+        return self.scorer(other.tensors, other)
 
-    def _scorer(
+    def scorer(
         self,
         tensors: Mapping[str, "StoredTensor"],
         checkpoint: Checkpoint | None = None,
         config: EngineConfig | None = None,
     ) -> Scorer:
         """Compile `tensors`: by default in this model, without its lossy options."""
-        checkpoint = replace(checkpoint or self._checkpoint, tensors=tensors)
-        config = config or self._config
+        checkpoint = replace(checkpoint or self.checkpoint, tensors=tensors)
+        config = config or self.config
+        return self.compile(model_program(config, checkpoint), tensors, config)
+
+    def compile(
+        self, program: Program, tensors: Mapping[str, "StoredTensor"], config: EngineConfig
+    ) -> Scorer:
         return Scorer(
-            model_program(config, checkpoint),
+            program,
             tensors,
-            self._length,
+            self._length + self._spare,
             config.backend,
             self._threads,
             config.kv_format,
@@ -327,5 +347,5 @@ class _Evaluator:
         )
 
 
-def _target(name: str) -> Target:
+def target_of(name: str) -> Target:
     return name.upper() if name.upper() in _GGUF_FORMATS else named_format(name)

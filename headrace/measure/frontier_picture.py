@@ -1,7 +1,8 @@
 """SVG picture of quality against speed, with the Pareto frontier."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from headrace.measure.frontier import Candidate, pareto_frontier
 from headrace.planner.svg import COLOURS, FAINT, GRID, INK, document, haloed, line, text
@@ -10,10 +11,35 @@ _WIDTH, _HEIGHT = 900, 600
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 860, 84, 530
 _MIN_RADIUS, _MAX_RADIUS = 4.0, 16.0
 _MIN_LOSS = 1e-4
+_GREY = "#c4ccd4"
+_BARS_WIDTH, _BAR_PITCH, _BAR_LABELS = 420, 20, 150
 
 
-def frontier_svg(title: str, candidates: Sequence[Candidate], loss: str) -> str:
-    """Draw an SVG document; `loss` is the label of the quality axis."""
+class Bar(NamedTuple):
+    """Speed of an exact draft over plain decoding."""
+
+    value: float
+    label: str
+
+
+def frontier_svg(
+    title: str,
+    candidates: Sequence[Candidate],
+    loss: str,
+    *,
+    area: Mapping[str, float] | None = None,
+    area_label: str = "bytes of its weights",
+    bars: Mapping[str, Bar] | None = None,
+) -> str:
+    """Draw an SVG document.
+
+    Args:
+        loss: label of the quality axis.
+        area: what the areas of the circles are proportional to, by name of the candidate; by
+            default the bytes of its weights.
+        area_label: label of the areas.
+        bars: a second panel at the right, with a bar for each name.
+    """
     xs = [candidate.decode for candidate in candidates]
     ys = [math.log10(max(candidate.loss, _MIN_LOSS)) for candidate in candidates]
     x_margin = 0.08 * (max(xs) - min(xs)) or 1.0
@@ -28,32 +54,34 @@ def frontier_svg(title: str, candidates: Sequence[Candidate], loss: str) -> str:
         candidate.name: (axes.x(x), axes.y(y))
         for candidate, x, y in zip(candidates, xs, ys, strict=True)
     }
-    # The area of a circle is proportional to the bytes of the weights.
-    max_bytes = max(candidate.weight_bytes for candidate in candidates)
+    area = area or {candidate.name: candidate.weight_bytes for candidate in candidates}
+    largest = max(area.values())
     radii = {
-        candidate.name: max(
-            _MIN_RADIUS, _MAX_RADIUS * math.sqrt(candidate.weight_bytes / max_bytes)
-        )
-        for candidate in candidates
+        name: max(_MIN_RADIUS, _MAX_RADIUS * math.sqrt(size / largest))
+        for name, size in area.items()
     }
     body = [
         text(_LEFT, 34, title, size=18, weight="bold"),
         text(
             _LEFT,
             56,
-            "The line joins the Pareto-optimal formats; the area of a circle is the bytes of "
-            "its weights",
+            f"The line joins the Pareto-optimal ones; grey ones are dominated; the area of a "
+            f"circle is the {area_label}",
             fill=FAINT,
         ),
         *_frame(axes, loss),
         line([places[name] for name in best], COLOURS[0], 2, opacity=0.5),
         *(
-            _mark(*places[name], radii[name], COLOURS[0 if name in best else 1])
+            _mark(*places[name], radii[name], COLOURS[0] if name in best else _GREY)
             for name in sorted(radii, key=lambda name: -radii[name])
         ),
         *_names(places, radii, best),
     ]
-    return document(title, _WIDTH, _HEIGHT, body)
+    if not bars:
+        return document(title, _WIDTH, _HEIGHT, body)
+    body += _bars(bars)
+    height = max(_HEIGHT, round(_TOP + _BAR_PITCH * len(bars) + 40))
+    return document(title, _WIDTH + _BARS_WIDTH, height, body)
 
 
 class _Axes:
@@ -132,6 +160,27 @@ def _names(
             INK if name in best else FAINT,
             weight="bold" if name in best else "",
         )
+
+
+def _bars(bars: Mapping[str, Bar]) -> Iterator[str]:
+    """A bar for each exact draft, next to a line at the speed of the full model."""
+    left, right = _WIDTH + _BAR_LABELS, _WIDTH + _BARS_WIDTH - 90
+    most = max(1.2, *(bar.value for bar in bars.values()))
+    scale = (right - left) / most
+    yield text(_WIDTH, _TOP - 28, "As an exact draft: speed over plain decoding", weight="bold")
+    yield text(_WIDTH, _TOP - 12, "share of drafted tokens accepted, at the right", fill=FAINT)
+    for number, (name, bar) in enumerate(bars.items()):
+        y, pays = _TOP + _BAR_PITCH * number, bar.value > 1
+        width = scale * bar.value
+        yield text(left - 8, y + 12, name, anchor="end", fill=INK if pays else FAINT)
+        yield (
+            f'<rect x="{left}" y="{y + 2}" width="{width:.1f}" height="{_BAR_PITCH - 6}" '
+            f'fill="{COLOURS[0] if pays else _GREY}"/>'
+        )
+        yield text(left + width + 6, y + 12, bar.label, fill=INK if pays else FAINT)
+    x, bottom = left + scale, _TOP + _BAR_PITCH * len(bars)
+    yield line([(x, _TOP - 4), (x, bottom + 4)], INK, 1)
+    yield text(x, bottom + 18, "plain", anchor="middle", fill=FAINT)
 
 
 def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> float:

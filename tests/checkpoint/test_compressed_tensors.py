@@ -203,7 +203,7 @@ class TestConfigs:
         ("change", "message"),
         [
             ({"format": "marlin-24"}, "format = marlin-24"),
-            ({"sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config"),
+            ({"sparsity_config": {"format": "sparse-bsr"}}, "sparsity_config"),
             ({"format": None}, "format = None"),
             ({"transform_config": {"config_groups": {}}}, "transform_config"),
             ({"config_groups": {}}, "config_groups"),

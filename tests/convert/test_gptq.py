@@ -126,10 +126,11 @@ def test_feedback_of_products_that_are_not_positive() -> None:
 def test_feedback_is_a_cholesky_factor(cols: int) -> None:
     x = correlated(0, cols, 8) if cols > 1 else np.ones((4, 1), np.float32)
     products = x.T @ x / len(x)
-    order, lower, importance = feedback(products)
+    order, lower, importance, diagonal = feedback(products)
     damped = products + 0.01 * np.diag(products).mean() * np.eye(cols)
     factor = np.linalg.cholesky(damped[np.ix_(order, order)].astype(np.float64))
     np.testing.assert_allclose(np.tril(lower), factor / np.diag(factor), atol=2e-3)
+    np.testing.assert_allclose(diagonal, np.diag(factor), rtol=2e-3)
     assert np.array_equal(importance, np.diag(products))
 
 

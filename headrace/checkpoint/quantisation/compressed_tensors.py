@@ -17,7 +17,7 @@ or block, and
   / 32].
 
 `naive-quantized` is `int-quantized` or `float-quantized`. The tensors imply `targets`,
-`ignore` and the choice among `config_groups`.
+`ignore` and the choice among `config_groups`. Sparse layers are in `sparse.py`.
 """
 
 import math
@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.checkpoint.quantisation import sparse
 from headrace.checkpoint.quantisation.method import KV_SCALES, Config, Tensors, refusal
 from headrace.checkpoint.quantisation.tables import (
     Codes,
@@ -56,7 +57,6 @@ _FORMATS = (
     "mixed-precision",
 )
 _TOP: dict[str, tuple[Any, ...]] = {
-    "format": _FORMATS,
     "transform_config": (None, {}),
 }
 _BITS: dict[str, tuple[int, ...]] = {"int": tuple(range(1, 9)), "float": (4, 8)}
@@ -85,7 +85,8 @@ class CompressedTensors:
     supported = (
         f"{_METHOD} in the formats {', '.join(_FORMATS)}: integers and floats by tensor, "
         "channel, group or block, with dynamic "
-        "symmetric int8 activations by token (W8A8), float ones, or none"
+        "symmetric int8 activations by token (W8A8), float ones, or none; 2:4 sparsity as "
+        f"{', '.join(sparse.LAYOUTS)}"
     )
 
     def check(self, config: Config) -> None:
@@ -93,7 +94,14 @@ class CompressedTensors:
             raise refusal(field, value, self.supported)
 
     def assemble(self, config: Config, tensors: Tensors, where: str) -> dict[str, StoredTensor]:
-        kinds = {"I8": _int8, "F8_E4M3": _float8, "F8_E5M2": _float8}
+        kinds = {
+            "I8": _int8,
+            sparse.KEPT_INT8.name: _kept_int8,
+            "F8_E4M3": _float8,
+            "F8_E5M2": _float8,
+        }
+        layout = sparse.layout_of(config)
+        tensors = sparse.without_bitmasks(layout, tensors, where)
         result, block = dict(tensors), _block(config)
         for name in tensors:
             if name.endswith(KV_SCALES):
@@ -122,15 +130,11 @@ class CompressedTensors:
                 raise UnsupportedModelError(
                     f"{where}: tensor {name} is int8 but not a weight; only weights can be int8"
                 )
-        return result
+        return sparse.declared(layout, result)
 
 
 def _int8(name: str, tensors: Tensors, block: tuple[int, int] | None, where: str) -> StoredTensor:
-    tensor, scale = tensors[name], tensors.get(f"{name}_scale")
-    if scale is None or scale.format.name in RAW_FORMATS:
-        raise FormatError(
-            f"{where}: tensor {name} is int8, but {name}_scale is missing or not floats"
-        )
+    tensor, scale = tensors[name], _int8_scale(name, tensors, where)
     scales, numbers = scales_of(scale, tensor.shape, where, block)
     zeros = _zero_points(tensors.get(f"{name}_zero_point"), numbers.shape, 8, where)
     if zeros is None and scales.group == 0:
@@ -138,6 +142,29 @@ def _int8(name: str, tensors: Tensors, block: tuple[int, int] | None, where: str
         parts = {**tensor.parts, "row_scales": np.ascontiguousarray(row_scales)}
         return replace(tensor, format=FORMATS["I8_ROW"], parts=parts)
     return _integers(tensor, Codes(tensor.cols, is_signed=True), scales, numbers, zeros)
+
+
+def _kept_int8(
+    name: str, tensors: Tensors, block: tuple[int, int] | None, where: str
+) -> StoredTensor:
+    tensor, scale = tensors[name], _int8_scale(name, tensors, where)
+    scales, numbers = scales_of(scale, tensor.shape, where, block)
+    zeros = _zero_points(tensors.get(f"{name}_zero_point"), numbers.shape, 8, where)
+    if zeros is not None:
+        raise UnsupportedModelError(
+            f"{where}: tensor {name} is 2:4 sparse and has zero points, which its zeros would need "
+            "codes for; quantise the model symmetrically"
+        )
+    return sparse.integers(tensor, scales, numbers)
+
+
+def _int8_scale(name: str, tensors: Tensors, where: str) -> StoredTensor:
+    scale = tensors.get(f"{name}_scale")
+    if scale is None or scale.format.name in RAW_FORMATS:
+        raise FormatError(
+            f"{where}: tensor {name} is int8, but {name}_scale is missing or not floats"
+        )
+    return scale
 
 
 def _float8(name: str, tensors: Tensors, block: tuple[int, int] | None, where: str) -> StoredTensor:
@@ -286,7 +313,8 @@ def _check_order(name: str, tensors: Tensors, cols: int, group: int, where: str)
 
 
 def _weights(config: Config) -> list[dict[str, Any]]:
-    return [_DEFAULTS | group["weights"] for group in config["config_groups"].values()]
+    groups = config.get("config_groups") or {}
+    return [_DEFAULTS | group["weights"] for group in groups.values()]
 
 
 def _block(config: Config) -> tuple[int, int] | None:
@@ -301,11 +329,14 @@ def _unknown(config: Config) -> Iterator[tuple[str, Any]]:
     yield from (
         (key, config.get(key)) for key, known in _TOP.items() if config.get(key) not in known
     )
-    sparsity = config.get("sparsity_config")
-    is_dense = isinstance(sparsity, dict) and sparsity.get("format") == "dense"
-    if sparsity and not is_dense:
-        yield "sparsity_config", sparsity
-    groups = config.get("config_groups")
+    groups, sparsity = config.get("config_groups"), list(sparse.unknown(config))
+    yield from sparsity
+    is_sparse = bool(config.get("sparsity_config")) and not sparsity
+    layout = config.get("format")
+    if layout not in _FORMATS and not (is_sparse and not groups and layout in (None, "dense")):
+        yield "format", layout
+    if is_sparse and not groups:
+        return
     if (
         not isinstance(groups, dict)
         or not groups

@@ -22,6 +22,8 @@ class CompressedTensors:
     """Writes integers of 2, 3, 4 and 8 bits, W8A8, and e4m3."""
 
     spec: QuantSpec
+    packs: bool = True
+    """Whether integers are packed into words; without, those of 8 bits are int8."""
     packs_embeddings = True
 
     def __post_init__(self) -> None:
@@ -76,8 +78,12 @@ class CompressedTensors:
         return self.spec == W8A8
 
     @property
+    def _is_int8(self) -> bool:
+        return self._is_w8a8 or (self.spec.codebook == "integer" and not self.packs)
+
+    @property
     def _format(self) -> str:
-        if self._is_w8a8:
+        if self._is_int8:
             return "int-quantized"
         return "pack-quantized" if self.spec.codebook == "integer" else "float-quantized"
 
@@ -92,7 +98,7 @@ class CompressedTensors:
             nbytes=rows * per_row * NUMBERS[self.spec.scale].itemsize,
         )
         if self._format != "pack-quantized":
-            dtype = "I8" if self._is_w8a8 else "F8_E4M3"
+            dtype = "I8" if self._is_int8 else "F8_E4M3"
             return [PlannedTensor(name, dtype, (rows, cols), rows * cols), scales]
 
         shapes = {f"{name}_packed": (rows, -(-cols * bits // 32))}
@@ -108,6 +114,9 @@ class CompressedTensors:
         if self._is_w8a8:
             return {name: parts["codes"], f"{name}_scale": parts["row_scales"]}
         codes: Bytes = parts["codes"]
+        if self._is_int8:
+            signed = (codes ^ np.uint8(128)).view(np.int8)
+            return {name: signed, f"{name}_scale": parts["scales"]}
         if self._format != "pack-quantized":
             return {name: codes, f"{name}_scale": parts["scales"]}
         result: dict[str, NDArray[Any]] = {

@@ -1,0 +1,145 @@
+"""The forms of a model that a frontier compares: number formats, and lossy modes.
+
+A mode is an entry of `_MODES`: a function that lists its rungs for a model.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from headrace.checkpoint.load import Checkpoint
+from headrace.config import EngineConfig
+from headrace.loader.drafts import model_program
+from headrace.measure.evaluate import SWEEP_FORMATS, Evaluator, target_of
+from headrace.measure.placed_model import main_format
+from headrace.program.trace import Program
+from headrace.quant.digest import same_content
+from headrace.quant.formats import StoredTensor
+from headrace.quant.spec import QuantSpec
+from headrace.record import frozen
+
+_DRAFT = "draft."
+_QUICK_FORMATS = ("int8-g32", "int4-g32", "int3-g32")
+
+
+@frozen(eq=False)
+class Form:
+    """A form of the full model: its tensors, layers and lossy options."""
+
+    checkpoint: Checkpoint
+    config: EngineConfig
+    layers: tuple[int, ...] | None = None
+    """None: all."""
+
+    @property
+    def program(self) -> Program:
+        checkpoint = self.checkpoint
+        if self.layers is not None:
+            checkpoint = replace(checkpoint, spec=checkpoint.spec.with_layers(self.layers))
+        return model_program(self.config, checkpoint)
+
+    def over(self, full: Checkpoint) -> tuple[Program, Mapping[str, StoredTensor]]:
+        """The program over weights of `full`, and all tensors; equal tensors are shared."""
+        own = {
+            name
+            for name, tensor in self.checkpoint.tensors.items()
+            if name not in full.tensors or not same_content(tensor, full.tensors[name])
+        }
+        program = self.program
+        renamed = {
+            name: replace(weight, name=_DRAFT + name if name in own else name)
+            for name, weight in program.weights.items()
+        }
+        tensors = {
+            _DRAFT + name: replace(self.checkpoint.tensors[name], name=_DRAFT + name)
+            for name in own
+        }
+        return program.with_weights(renamed), {**full.tensors, **tensors}
+
+
+@frozen(eq=False)
+class Rung:
+    """A form of a model that is made when its turn comes."""
+
+    name: str
+    kind: str
+    make: Callable[[], Form]
+    """Raises HeadraceError if the model cannot have the form."""
+
+
+@frozen(eq=False)
+class Workshop:
+    """A model, and what its forms are made with."""
+
+    evaluator: Evaluator
+    folder: Path
+    """An empty folder for files."""
+    formats: Sequence[str]
+    """Number formats that the caller named; empty: the usual ones."""
+    is_quick: bool
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return self.evaluator.checkpoint
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.evaluator.config
+
+    def with_options(self, **options: int | str) -> Form:
+        return Form(self.checkpoint, replace(self.config, **options))  # type: ignore[arg-type]
+
+    def with_tensors(self, tensors: Mapping[str, StoredTensor]) -> Form:
+        return Form(replace(self.checkpoint, tensors=tensors), self.config)
+
+
+def rungs_of(workshop: Workshop) -> list[Rung]:
+    """All forms that the model may have, from formats to modes."""
+    return [rung for mode in _MODES for rung in mode(workshop)]
+
+
+def _formats(workshop: Workshop) -> Iterator[Rung]:
+    """Number formats with fewer bits than the model's own."""
+    usual = _QUICK_FORMATS if workshop.is_quick else SWEEP_FORMATS
+    own_bits = main_format(workshop.checkpoint).bits
+
+    def make(name: str) -> Form:
+        return workshop.with_tensors(
+            workshop.evaluator.quantise(name, target_of(name), "rtn", [])[1]
+        )
+
+    for name in workshop.formats or usual:
+        target = target_of(name)
+        is_smaller = not isinstance(target, QuantSpec) or target.bits < own_bits
+        if workshop.formats or is_smaller:
+            yield Rung(name, "format", lambda name=name: make(name))  # type: ignore[misc]
+
+
+def _windows(workshop: Workshop) -> Iterator[Rung]:
+    """Attention windows of a part of the measured context."""
+    length = len(workshop.evaluator.pieces[0])
+    for share in (4,) if workshop.is_quick else (2, 4, 8):
+        window = length // share
+        if window:
+            yield Rung(
+                f"window {window:,}",
+                "attention",
+                lambda window=window: workshop.with_options(attention_window=window),  # type: ignore[misc]
+            )
+
+
+def _layers(workshop: Workshop) -> Iterator[Rung]:
+    """First layers, in eighths of all."""
+    num_layers = workshop.checkpoint.spec.num_layers
+    for eighths in (6,) if workshop.is_quick else (4, 6, 7):
+        count = num_layers * eighths // 8
+        if 0 < count < num_layers:
+            layers = tuple(range(count))
+            yield Rung(
+                f"{count} of {num_layers} layers",
+                "layers",
+                lambda layers=layers: Form(workshop.checkpoint, workshop.config, layers),  # type: ignore[misc]
+            )
+
+
+_MODES: tuple[Callable[[Workshop], Iterator[Rung]], ...] = (_formats, _windows, _layers)

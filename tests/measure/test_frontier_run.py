@@ -1,0 +1,135 @@
+"""`headrace eval --frontier` on a tiny model: every form is measured, alone and as a draft."""
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from headrace.cli.eval_frontier import frontier_picture, print_frontier
+from headrace.cli.main import main
+from headrace.errors import RequestError
+from headrace.measure.draft_meter import DraftSpeed
+from headrace.measure.frontier_run import Frontier, Point, measure_frontier
+from headrace.planner.draft_gain import Gain
+from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
+
+
+@pytest.fixture
+def model(write_gguf: Any) -> str:  # noqa: F811
+    path: Path = write_gguf()
+    return str(path)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text"
+    path.write_text("the quick brown fox jumps over the lazy dog " * 20)
+    return path
+
+
+def frontier(model: str, text: Path, **options: Any) -> Frontier:
+    return measure_frontier(
+        model, text=text, tokens=128, depth=40, quick=True, backend="cpu", threads=1, **options
+    )
+
+
+def test_frontier_measures_every_form(model: str, text: Path) -> None:
+    steps: list[str] = []
+    found = frontier(model, text, on_progress=lambda step, share: steps.append(step))
+    points = {point.name: point for point in found.points}
+    full = found.points[0]
+    assert (full.name, full.loss, full.gain, full.draft) == (model, 0.0, 1.0, None)
+    assert not found.left_out and found.depth == 40
+
+    eight, three = points["int8-g32"], points["int3-g32"]
+    assert 0 < eight.loss < three.loss
+    assert full.step_bytes > eight.step_bytes > three.step_bytes
+    assert eight.draft and three.draft
+    assert eight.draft.acceptance >= three.draft.acceptance
+    half = points["1 of 2 layers"]
+    assert half.loss > eight.loss and half.step_bytes < full.step_bytes
+    window = points["window 10"]
+    assert window.loss > 0 and window.draft is None and window.step_bytes < full.step_bytes
+    assert all(point.decode > 0 and point.gain > 0 for point in found.points)
+    assert any(step.startswith("form 1 of ") for step in steps)
+
+    facts = json.loads(json.dumps(found.facts()))
+    assert [row["name"] for row in facts["rows"]] == list(points)
+    texts = {element.text for element in ElementTree.fromstring(frontier_picture(found)).iter()}
+    assert points.keys() <= texts
+
+
+def test_frontier_takes_named_formats_and_leaves_out_what_does_not_fit(
+    model: str, text: Path
+) -> None:
+    found = frontier(model, text, formats=["int8-g64", "Q4_K"])
+    assert "int8-g64" in [point.name for point in found.points]
+    assert "Q4_K" in found.left_out and "multiple" in found.left_out["Q4_K"]
+
+
+def test_frontier_refuses_a_lossy_option(model: str, text: Path) -> None:
+    with pytest.raises(RequestError, match="leave out this one: attends to"):
+        frontier(model, text, attention_window=8)
+
+
+def point(name: str, gain: float, kl: float, draft: float) -> Point:
+    from headrace.convert.quality import Quality
+
+    return Point(
+        name=name,
+        kind="format",
+        weight_bytes=100,
+        step_bytes=100,
+        decode=10 * gain,
+        gain=gain,
+        quality=Quality(tokens=10, nll=1.0, nll_error=0.1, kl=kl, agreement=0.9),
+        draft=DraftSpeed(0.8, Gain(depth=2, tokens=2.4, speedup=draft)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("forms", "advice"),
+    [
+        ([("a", 1.5, 0.01, 0.9)], "a decodes 1.50 times as fast for a KL of 0.0100 nats."),
+        (
+            [("a", 1.5, 0.03, 0.9), ("b", 1.0, 0.0, 1.2)],
+            "b as an exact draft gives 1.20 times the speed (2 tokens deep) and changes no token.",
+        ),
+        (
+            [("a", 1.5, 0.03, 0.9), ("b", 1.04, 0.0, 1.02)],
+            "No form pays here: a, the fastest, has a KL of 0.030 nats, and b, the best draft, "
+            "gives 1.02 times the speed with 80% of its tokens accepted.",
+        ),
+        ([], "No form pays here: none could be made."),
+    ],
+)
+def test_advice_names_forms_that_pay(
+    forms: list[tuple[str, float, float, float]],
+    advice: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    points = (point("full", 1.0, 0.0, 1.0), *(point(*form) for form in forms))
+    found = Frontier(model="m", depth=8, tokens=10, points=points, left_out={"c": "it has no c"})
+    assert found.advice == advice
+    print_frontier(found)
+    shown = capsys.readouterr().out
+    assert advice in shown and "c is left out: it has no c" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--depth", "64"], "--depth needs --frontier"),
+        (["--quick"], "--quick needs --frontier"),
+        (["--svg", "x.svg"], "--svg needs --sweep or --frontier"),
+        (["--frontier", "--sweep"], "--sweep does not belong to --frontier"),
+        (["--frontier", "--by-layer"], "--by-layer does not belong to --frontier"),
+    ],
+)
+def test_flags_of_other_evaluations_are_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "smollm2", *flags]) == 2
+    assert message in capsys.readouterr().err
