@@ -202,7 +202,7 @@ class TestConfigs:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"format": "marlin-24"}, "format = marlin-24"),
+            ({"format": "marlin-25"}, "format = marlin-25"),
             ({"sparsity_config": {"format": "sparse-bsr"}}, "sparsity_config"),
             ({"format": None}, "format = None"),
             ({"transform_config": {"config_groups": {}}}, "transform_config"),

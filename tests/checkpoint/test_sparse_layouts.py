@@ -62,6 +62,41 @@ def test_layers_of_the_library(
     assert bool(matrix.format.spec and matrix.format.spec.is_sparse) == is_sparse
 
 
+MARLIN = METHOD | {"format": "marlin-24"}
+
+
+@pytest.mark.parametrize("name", ["marlin4", "marlin4g", "marlin8", "marlin8g"])
+def test_layers_for_a_gpu_kernel(name: str, tmp_path: Path) -> None:
+    config = MARLIN | group(num_bits=int(name[6]))
+    matrix = assembled(tmp_path, config, layer(name))[f"{name}.weight"]
+    scale = LAYERS[f"want_scale.{name}"].float()
+    want = LAYERS[f"want.{name}"].float()
+    want *= scale.repeat_interleave(want.shape[1] // scale.shape[1], 1)
+    np.testing.assert_array_equal(matrix.dequantise(), want.numpy())
+    assert matrix.format.spec and matrix.format.spec.is_sparse
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"meta": None}, r"tensor marlin4\.weight_shape is missing"),
+        ({"scale_packed": None}, r"tensor marlin4\.scale_packed is missing"),
+        ({"scale_packed": torch.ones(3, 64).half()}, "do not belong to one matrix"),
+        ({"scale_packed": torch.full((1, 64), torch.inf).half()}, "a number that is not finite"),
+        ({"weight_packed": torch.ones(2, 64, dtype=torch.int32)}, "do not belong to one matrix"),
+        ({"weight_packed": torch.ones(2, 128)}, "are not int32, float16 and int16 matrices"),
+        ({"meta": torch.zeros(2, 128, dtype=torch.int16)}, "indices that do not rise"),
+    ],
+)
+def test_layers_for_a_gpu_kernel_that_do_not_fit(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    parts = layer("marlin4") | {f"marlin4.{part}": value for part, value in change.items()}
+    parts = {key: part for key, part in parts.items() if part is not None}
+    with pytest.raises(FormatError, match=message):
+        assembled(tmp_path, MARLIN | group(num_bits=4), parts)
+
+
 @pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("is_24", [True, False])
 def test_dense_weights_that_are_declared(kind: str, is_24: bool, tmp_path: Path) -> None:

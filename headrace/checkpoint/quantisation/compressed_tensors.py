@@ -17,7 +17,7 @@ or block, and
   / 32].
 
 `naive-quantized` is `int-quantized` or `float-quantized`. The tensors imply `targets`,
-`ignore` and the choice among `config_groups`. Sparse layers are in `sparse.py`.
+`ignore` and the choice among `config_groups`. Sparse layers are in `sparse.py` and `marlin_24.py`.
 """
 
 import math
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.checkpoint.quantisation import sparse
+from headrace.checkpoint.quantisation import marlin_24, sparse
 from headrace.checkpoint.quantisation.method import KV_SCALES, Config, Tensors, refusal
 from headrace.checkpoint.quantisation.tables import (
     Codes,
@@ -54,6 +54,7 @@ _FORMATS = (
     "mxfp8-quantized",
     "mxfp4-pack-quantized",
     "nvfp4-pack-quantized",
+    marlin_24.FORMAT,
     "mixed-precision",
 )
 _TOP: dict[str, tuple[Any, ...]] = {
@@ -102,6 +103,8 @@ class CompressedTensors:
         }
         layout = sparse.layout_of(config)
         tensors = sparse.without_bitmasks(layout, tensors, where)
+        if marlin_24.FORMAT in _formats(config):
+            tensors = marlin_24.decoded(tensors, _int_widths(config), where)
         result, block = dict(tensors), _block(config)
         for name in tensors:
             if name.endswith(KV_SCALES):
@@ -191,7 +194,7 @@ def _packed(name: str, config: Config, tensors: Tensors, where: str) -> StoredTe
             "words] and int64 [2]"
         )
     rows, cols = (int(size) for size in plain(shape))
-    widths = {weights["num_bits"] for weights in _weights(config) if weights["type"] == "int"}
+    widths = _int_widths(config)
     fitting = [bits for bits in sorted(widths) if tensor.shape == (rows, -(-cols * bits // 32))]
     if cols < 1 or len(fitting) != 1:
         raise FormatError(
@@ -310,6 +313,15 @@ def _check_order(name: str, tensors: Tensors, cols: int, group: int, where: str)
             f"{where}: tensor {index.name} orders columns by activation (actorder = group), "
             "which is not supported; quantise the model without it"
         )
+
+
+def _formats(config: Config) -> set[str]:
+    groups = config.get("config_groups") or {}
+    return {config.get("format", ""), *(group.get("format", "") for group in groups.values())}
+
+
+def _int_widths(config: Config) -> set[int]:
+    return {weights["num_bits"] for weights in _weights(config) if weights["type"] == "int"}
 
 
 def _weights(config: Config) -> list[dict[str, Any]]:
