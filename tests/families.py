@@ -96,6 +96,7 @@ VARIANTS: dict[str, Variant] = {
     "llama-yarn": Variant(
         "llama", "LlamaForCausalLM", SIZE | {"rope_scaling": YARN | {"rope_theta": 1e4}}
     ),
+    "llama-relu": Variant("llama", "LlamaForCausalLM", SIZE | {"hidden_act": "relu"}),
     "smollm2": Variant("llama", "LlamaForCausalLM", SIZE | {"tie_word_embeddings": True}),
     "mistral-window": Variant("mistral", "MistralForCausalLM", SIZE | {"sliding_window": 9}),
     "mistral-full": Variant(
@@ -260,6 +261,20 @@ VARIANTS: dict[str, Variant] = {
         "BloomForCausalLM",
         {"hidden_size": 64, "n_layer": 3, "n_head": 4, "vocab_size": VOCAB},
     ),
+    "opt": Variant(
+        "opt",
+        "OPTForCausalLM",
+        {
+            "hidden_size": 64,
+            "word_embed_proj_dim": 64,
+            "ffn_dim": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "vocab_size": VOCAB,
+            "max_position_embeddings": CONTEXT,
+        },
+    ),
+    "nemotron": Variant("nemotron", "NemotronForCausalLM", SIZE),
     "mpt": Variant(
         "mpt",
         "MptForCausalLM",

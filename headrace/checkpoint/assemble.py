@@ -83,7 +83,8 @@ def _shapes(spec: ModelSpec, places: Mapping[str, Located]) -> dict[str, tuple[i
     needed = defaultdict[str, _Needed](_Needed)
     for name, (shape, place, numbers) in places.items():
         first = int(place.slab(spec, numbers)[0]) if place.slab else 0
-        needed[place.name].add(name, shape, first if place.transposed else None)
+        stored = (shape[0] + place.first_row, *shape[1:])
+        needed[place.name].add(name, stored, first if place.transposed else None)
     return {name: tensor.shape for name, tensor in needed.items()}
 
 
@@ -150,6 +151,8 @@ def _model_tensor(
         tensor = StoredTensor.from_floats(name, tensor.dequantise().T)
     elif place.transposed:
         tensor = tensor.transposed()
+    if place.first_row:
+        return tensor.take(name, np.arange(place.first_row, tensor.rows))
     if place.rows is None:
         return replace(tensor, name=name, shape=shape)
     return tensor.take(name, place.rows(spec, numbers))

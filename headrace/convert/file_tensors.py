@@ -45,7 +45,8 @@ class FileTensor:
         if self.is_transposed:
             return self._transposed(tensors)[first:last]
 
-        result = np.empty((last - first, self.shape[1]), np.float32)
+        # Rows that no tensor of the model reads (`TensorSource.first_row`) are zeros.
+        result = np.zeros((last - first, self.shape[1]), np.float32)
         for part in self.slices:
             rows = np.flatnonzero((part.rows >= first) & (part.rows < last))
             if len(rows):
@@ -74,6 +75,6 @@ def file_tensors(
             part = TensorSlice(name, columns, columns=rows)
         else:
             rows = place.slab(spec, numbers)[rows] if place.slab else rows
-            part = TensorSlice(name, rows, place.offset)
+            part = TensorSlice(name, rows + place.first_row, place.offset)
         slices[place.name].append(part)
     return {name: FileTensor(shapes[name], tuple(parts)) for name, parts in slices.items()}

@@ -38,6 +38,8 @@ _FILES = {
     "gpt_neox": "gpt_neox",
     "falcon": "falcon",
     "bloom": "bloom",
+    "opt": "opt",
+    "nemotron": "nemotron",
     "mpt": "mpt",
     "deepseek_v2": "deepseek",
     "deepseek_v3": "deepseek",

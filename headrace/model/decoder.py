@@ -205,6 +205,9 @@ class Decoder:
         gate = self.linear(x, f"{prefix}gate", width, has_bias) if spec.gated_mlp else None
         up = self.linear(x, f"{prefix}up", width, has_bias)
         hidden = g.glu(gate, up, spec.activation) if gate else g.activate(up, spec.activation)
+        if spec.squares_activation:  # the only activation whose square is a gated unit
+            assert spec.activation == "relu" and not gate
+            hidden = g.glu(hidden, hidden, "relu")
         return self.linear(hidden, f"{prefix}down", spec.dim, has_bias)
 
     def _experts(self, layer: int, x: Value) -> Value:

@@ -36,6 +36,8 @@ class TensorSource:
     slab: Callable[[ModelSpec, Indices], Rows] | None = None
     """The stored rows of our matrix in a stack of transposed ones; `rows` applies later."""
     offset: float = 0.0
+    first_row: int = 0
+    """Stored rows before ours, which nothing reads."""
 
 
 @frozen(eq=False, kw_only=True)

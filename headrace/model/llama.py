@@ -17,9 +17,20 @@ def _config_spec(config: Fields) -> ModelSpec:
     bias = config.flag("attention_bias", False)
     windows = from_config.sliding_windows(config, 0)
     spec = from_config.decoder_spec(
-        config, "llama", max_context=2048, windows=windows, computed=("attention_bias", "mlp_bias")
+        config,
+        "llama",
+        max_context=2048,
+        windows=windows,
+        computed=("attention_bias", "hidden_act", "mlp_bias"),
     )
-    return replace(spec, qkv_bias=bias, output_bias=bias, mlp_bias=config.flag("mlp_bias", False))
+    return replace(
+        spec,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=config.flag("mlp_bias", False),
+        # ReLULLaMA and ProSparse (Song et al. 2024) have ReLU gates.
+        activation=from_config.activation(config, "hidden_act", "silu"),
+    )
 
 
 def _gguf_spec(fields: Fields, tensors: Tensors) -> ModelSpec:

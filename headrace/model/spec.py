@@ -121,6 +121,8 @@ class ModelSpec:
     `row`.
     """
     activation: Activation = "silu"
+    squares_activation: bool = False
+    """Whether an MLP without a gate squares its activation (squared ReLU, So et al. 2021)."""
     gated_mlp: bool = True
     tied_embeddings: bool = False
     has_head: bool = True

@@ -264,9 +264,9 @@ def spec_of(folder: Path, change: dict[str, Any]) -> ModelSpec:
 
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_key_value_heads": 4}
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
-    ({"architectures": ["OPTForCausalLM"]}, "OPTForCausalLM.*LlamaForCausalLM"),
-    ({"architectures": None, "model_type": "opt"}, "opt"),
-    ({"hidden_act": "gelu"}, "hidden_act"),
+    ({"architectures": ["XGLMForCausalLM"]}, "XGLMForCausalLM.*LlamaForCausalLM"),
+    ({"architectures": None, "model_type": "xglm"}, "xglm"),
+    ({"hidden_act": "tanh"}, "hidden_act"),
     ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0\.5 is not supported"),
     (
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},

@@ -83,6 +83,7 @@ CASES = {name: Case(name, {}) for name in VARIANTS} | {
     ),
 }
 NOT_CONVERTED = {
+    "opt": "an architecture that it does not know",
     "gpt-j": "an architecture that it does not know",
     "qwen3-moe-mixed": "layers without experts in Qwen3-MoE",
 }
@@ -93,6 +94,7 @@ NOT_RUN = {
 }
 """Files that llama.cpp's converter writes but llama.cpp does not load."""
 UNSAID = {
+    "llama-relu": "the activation",
     "llama-dynamic": "the rotary scaling",
     "mistral-window": "the window",
     "mixtral-window": "the window",
@@ -103,6 +105,8 @@ UNSAID = {
 llama.cpp and for us.
 """
 REFUSED = {
+    "llama-relu": "activation would be silu instead of relu",
+    "opt": "the family opt has no GGUF format",
     "llama-dynamic": "rope would not have the frequencies of the rule dynamic",
     "qwen2-window": r"qwen2\.attention\.sliding_window = 7",
     "qwen3-moe-mixed": "normalised would be True instead of False",

@@ -12,7 +12,8 @@ from headrace.model.family import ConfigLayout
 from headrace.model.fields import JsonFields
 from headrace.model.spec import ModelSpec, RopeSpec
 
-_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
+_ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}
+"""Names that differ from ours."""
 
 _OF_FAMILY = ("attention_bias", "mlp_bias", "pretraining_tp", "auto_map")
 """Fields that the families of dense models have, and Qwen2-MoE does not."""
@@ -104,7 +105,7 @@ def _usual(spec: ModelSpec, layout: ConfigLayout) -> dict[str, Any]:
         "vocab_size": spec.vocab_size,
         "max_position_embeddings": _trained_context(spec),
         "rms_norm_eps" if spec.norm == "rms" else "layer_norm_eps": spec.norm_eps,
-        "hidden_act": _ACTIVATIONS.get(spec.activation, spec.activation),
+        "hidden_act": _activation(spec),
         "attention_bias": spec.output_bias,
         "mlp_bias": spec.mlp_bias,
         "sliding_window": max(windows) if windows else None,
@@ -130,6 +131,12 @@ def _experts(spec: ModelSpec) -> dict[str, Any]:
         # Only transformers' loss in training reads it.
         "output_router_logits": False,
     }
+
+
+def _activation(spec: ModelSpec) -> str:
+    if spec.squares_activation:
+        return f"{spec.activation}2"
+    return _ACTIVATIONS.get(spec.activation, spec.activation)
 
 
 def _trained_context(spec: ModelSpec) -> int:
