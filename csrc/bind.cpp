@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <set>
 #include <span>
 #include <stdexcept>
 #include <variant>
@@ -371,7 +372,7 @@ void bind_plan(nb::module_& m) {
       .def(
           "add_kv_group",
           [](Plan& p, int layers, int kv_heads, int key_dim, int value_dim, int window, int blocks,
-             const std::string& kv_dtype, int num_sink_tokens) {
+             const std::string& kv_dtype, int num_sink_tokens, bool has_bounds) {
             require(layers >= 0 && kv_heads > 0 && blocks > 0 && blocks <= kMaxContext / kKvTile,
                     "a KV cache needs heads and blocks, and its layers are a number from 0 on");
             require(key_dim % 2 == 0 && value_dim % 2 == 0, "a KV cache needs even head sizes");
@@ -380,14 +381,15 @@ void bind_plan(nb::module_& m) {
             require(window >= 0, "a window is a number of positions");
             require(num_sink_tokens >= 0 && num_sink_tokens <= (window ? kMaxContext : 0),
                     "sinks are the first tokens, beside a window");
-            available(p).add_kv_group(
-                {KvCache(layers, kv_heads, blocks, kv_record(kv_dtype, key_dim, value_dim)), window,
-                 num_sink_tokens});
+            available(p).add_kv_group({KvCache(layers, kv_heads, blocks,
+                                               kv_record(kv_dtype, key_dim, value_dim), has_bounds),
+                                       window, num_sink_tokens});
           },
           nb::arg("layers"), nb::arg("kv_heads"), nb::arg("key_dim"), nb::arg("value_dim"),
           nb::arg("window"), nb::arg("blocks"), nb::arg("kv_dtype"), nb::arg("num_sink_tokens") = 0,
+          nb::arg("has_bounds") = false,
           "Layers that keep alike and see alike, without values (0) where they are part of the "
-          "keys. Groups are numbered in the order in "
+          "keys; with the bounds of the keys of each block. Groups are numbered in the order in "
           "which they come.")
       .def(
           "start_kv", [](Plan& p) { available(p).start_kv(); },
@@ -509,6 +511,10 @@ void bind_plan(nb::module_& m) {
                for (const int slot : slots) check_slot(slot, cache);
              unlocked(p, [&](Plan&) {
                for (size_t i = 0; i < from.size(); i++) cache.move(from[i], to[i]);
+               if (!cache.has_bounds()) return;
+               std::set<int> moved;
+               for (const int slot : to) moved.insert(slot / kKvTile);
+               for (const int block : moved) cache.find_bounds(block);
              });
            })
       .def("set_profiling", [](Plan& p, bool on) { available(p).set_profiling(on); })

@@ -23,6 +23,7 @@ namespace headrace {
 namespace {
 
 constexpr int kMaxHeadDim = 1 << 12;
+constexpr int kMaxTopBlocks = 1 << 21;
 constexpr int kMaxExperts = 1 << 16;
 constexpr int kMaxTopK = 1 << 10;
 
@@ -364,6 +365,7 @@ void qkv_rope_write(Plan& p, int out, int x, int angles, std::array<int, 3> weig
   for (auto& op :
        make_qkv_rope_write({out, x, angles, weights, biases, at, p.kv_buffers(at.group)}))
     p.add_op(std::move(op));
+  if (p.kv(at.group).has_bounds()) p.add_op(make_key_bounds(at));
 }
 
 void kv_write(Plan& p, int k, int v, std::array<int, 2> layer) {
@@ -377,12 +379,17 @@ void kv_write(Plan& p, int k, int v, std::array<int, 2> layer) {
     require(row_floats(p, v).width == cache.heads() * cache.shape().value_dim,
             "values are as wide as the heads of the cache");
   p.add_op(make_kv_write("kv_write", k, v, at));
+  if (cache.has_bounds()) p.add_op(make_key_bounds(at));
 }
 
 void attention(Plan& p, int out, int q, std::array<int, 2> layer, int num_heads, int value_dim,
                float scale, float softcap, std::vector<float> slopes, int sinks,
-               const std::vector<std::tuple<int, int, double, float, float>>& key_bias) {
+               const std::vector<std::tuple<int, int, double, float, float>>& key_bias,
+               int top_blocks) {
   const KvLayer at = kv_layer(p, layer);
+  require(top_blocks >= 0 && top_blocks <= kMaxTopBlocks &&
+              (!top_blocks || p.kv(at.group).has_bounds()),
+          "a choice of blocks needs their bounds, and a number of blocks");
   const KvRecord& shape = p.kv(at.group).shape();
   require(shape.value_dim ? value_dim == shape.value_dim
                           : value_dim > 0 && value_dim <= shape.key_dim && value_dim % 2 == 0,
@@ -413,7 +420,7 @@ void attention(Plan& p, int out, int q, std::array<int, 2> layer, int num_heads,
   }
   require(pairs.size() <= size_t{64} * heads, "a key bias has at most 64 pairs for each head");
   p.writes_pieces(out);
-  AttentionWork& work = p.attention_work(at.group, num_heads, value_dim);
+  AttentionWork& work = p.attention_work(at.group, num_heads, value_dim, top_blocks);
   p.reads_kv(work, at.layer);
   for (auto& op : make_attention({out, q, at.layer, value_dim, scale, softcap, std::move(slopes),
                                   sinks, std::move(pairs)},
@@ -553,6 +560,7 @@ void bind_ops(nb::class_<Plan>& c) {
            nb::arg("num_heads"), nb::arg("value_dim"), nb::arg("scale"), nb::arg("softcap") = 0.0f,
            nb::arg("slopes") = std::vector<float>(), nb::arg("sinks") = -1,
            nb::arg("key_bias") = std::vector<std::tuple<int, int, double, float, float>>(),
+           nb::arg("top_blocks") = 0,
            "`key_bias`: (KV head, first of two numbers, radians for each position, both biases) of "
            "pairs that keys are stored without.")
       .def("route", &route)

@@ -69,6 +69,8 @@ struct KvRecord {
   constexpr size_t value_offset() const { return key_scales() + scale_bytes(); }
   constexpr size_t value_bytes() const { return value_dim ? value_scales() + scale_bytes() : 0; }
   constexpr size_t bytes() const { return (value_offset() + value_bytes() + 63) / 64 * 64; }
+  constexpr int key_columns() const { return (key_dim + 15) / 16 * 16; }
+  constexpr size_t bound_bytes() const { return size_t{2} * key_columns() * sizeof(uint16_t); }
   // What attention computes with, where values have so many numbers. The first numbers
   // of keys that were turned can be turned back in whole blocks alone: so many are then
   // values.
@@ -223,6 +225,15 @@ struct Kernels {
   bool (*write_value_tile)(const float* x, int rows, uint8_t* const* to);
   void (*pack_query[kNumKvTypes])(const float* q, int key_dim, uint8_t* out);
   void (*attend[kNumKvTypes])(const AttendSplit&);
+  // out[num][blocks]: the highest product that each query can have with a key of each block. A
+  // query's `lines` of 16 numbers are its numbers above zero and then those below, `stride`
+  // numbers from the next query's.
+  void (*bound_products)(const float* queries, size_t stride, int num, int lines,
+                         const uint16_t* const* bounds, int blocks, float* out);
+  // out[block] += the highest sum of factors times waves of its tokens. `waves` begin with those
+  // of the first block.
+  void (*add_highest_waves)(const float* waves, const float* factors, int num_waves, int blocks,
+                            float* out);
   // Turns a vector into a basis in which no dimension stands out, and back: it is its
   // own inverse.
   void (*rotate_head)(float* x, int n, int size);  // in blocks of `size`, a power of two

@@ -9,6 +9,7 @@
 #include "kernels_rows.h"
 #include "kernels_pack.h"
 #include "kernels_attention.h"
+#include "kernels_key_bounds.h"
 #include "kernels_kv.h"
 #include "kernels_sparse.h"
 #include "kernels_matmul.h"
@@ -47,6 +48,8 @@ Kernels* make_table(const char* name) {
   fill_attention<KvType::kF32, KvF32>(k);
   fill_attention<KvType::kInt8, KvQuantised<8>>(k);
   fill_attention<KvType::kInt4, KvQuantised<4>>(k);
+  k.bound_products = bound_products;
+  k.add_highest_waves = add_highest_waves;
   k.rotate_head = rotate_head;
   k.quantise_kv = quantise_kv;
   k.values_of_keys = values_of_keys;

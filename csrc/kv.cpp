@@ -124,7 +124,59 @@ void copy_codes(uint8_t* to, int to_lane, uint8_t* from, int from_lane, const Kv
   }
 }
 
+float to_float(uint16_t x) { return __builtin_bit_cast(float, static_cast<uint32_t>(x) << 16); }
+float to_float(Half x) { return half_to_float(x.bits); }
+float to_float(float x) { return x; }
+
+// bf16, rounded towards zero or away from it.
+uint16_t to_bf16(float x, bool away) {
+  return static_cast<uint16_t>((__builtin_bit_cast(uint32_t, x) + (away ? 0xffff : 0)) >> 16);
+}
+
+// Bounds of the numbers `number(d, lane)`.
+template <class F>
+void bound_numbers(const KvRecord& shape, uint16_t* bounds, F&& number) {
+  const int columns = shape.key_columns();
+  std::fill(bounds, bounds + 2 * columns, uint16_t{0});
+  for (int d = 0; d < shape.key_dim; d++) {
+    float high = number(d, 0), low = high, zeros = 0;
+    for (int lane = 0; lane < kKvTile; lane++) {
+      const float x = number(d, lane);
+      high = std::max(high, x), low = std::min(low, x);
+      zeros += x * 0.0f;
+    }
+    const bool finite = zeros == 0;
+    bounds[d] = finite ? to_bf16(high, high > 0) : kNotFiniteBf16;
+    bounds[columns + d] = finite ? to_bf16(low, low < 0) : kNotFiniteBf16;
+  }
+}
+
+template <class T>
+void bound_keys(const uint8_t* record, const KvRecord& shape, uint16_t* bounds) {
+  bound_numbers(shape, bounds, [&](int d, int lane) {
+    return to_float(*key_number<T>(const_cast<uint8_t*>(record), lane, d));
+  });
+}
+
+void bound_codes(const uint8_t* record, const KvRecord& shape, uint16_t* bounds) {
+  auto* keys = const_cast<uint8_t*>(record);
+  bound_numbers(shape, bounds, [&](int d, int lane) {
+    const bool is_byte = shape.bits() == 8;
+    const int byte = *key_byte(keys, lane, is_byte ? d : d / 32 * 16 + d % 16);
+    const int code = is_byte ? byte : byte >> d / 16 % 2 * 4 & 15;
+    const uint16_t* scale = key_scale(keys, shape, lane);
+    return static_cast<float>(code) * to_float(scale[0]) + to_float(scale[kKvTile]);
+  });
+}
+
 }  // namespace
+
+void find_key_bounds(const uint8_t* record, const KvRecord& shape, uint16_t* bounds) {
+  if (is_quantised(shape.type)) return bound_codes(record, shape, bounds);
+  if (shape.type == KvType::kF16) return bound_keys<Half>(record, shape, bounds);
+  return shape.type == KvType::kBf16 ? bound_keys<uint16_t>(record, shape, bounds)
+                                     : bound_keys<float>(record, shape, bounds);
+}
 
 void write_keys(uint8_t* record, const KvRecord& shape, int lane, int d, const float* x, int n) {
   std::vector<float> memory;
@@ -199,6 +251,12 @@ void KvCache::move(int source, int target) const {
     for (int head = 0; head < heads_; head++)
       copy_token(record(layer, head, target / kKvTile), target % kKvTile,
                  record(layer, head, source / kKvTile), source % kKvTile, shape_);
+}
+
+void KvCache::find_bounds(int block) const {
+  for (int layer = 0; layer < layers_; layer++)
+    for (int head = 0; head < heads_; head++)
+      find_key_bounds(record(layer, head, block), shape_, bounds(layer, head, block));
 }
 
 }  // namespace headrace

@@ -18,26 +18,35 @@ class KvCache {
  public:
   static constexpr int kChunk = 8;
 
-  KvCache(int layers, int heads, int blocks, KvRecord shape)
+  KvCache(int layers, int heads, int blocks, KvRecord shape, bool has_bounds = false)
       : layers_(layers),
         heads_(heads),
         blocks_(blocks),
         shape_(shape),
         arena_(product({layers, heads, blocks}, shape.bytes())),
-        pages_(std::make_unique<KvPages>(arena_.data(), bytes())) {}
+        bounds_(has_bounds ? product({layers, heads, blocks}, shape.bound_bytes()) : 0),
+        pages_(std::make_unique<KvPages>(arena_.data(), records() * shape.bytes())) {}
 
   int heads() const { return heads_; }
   int num_blocks() const { return blocks_; }
   int layers() const { return layers_; }
   const KvRecord& shape() const { return shape_; }
-  size_t bytes() const { return static_cast<size_t>(blocks_) * layers_ * heads_ * shape_.bytes(); }
+  bool has_bounds() const { return bounds_.data() != nullptr; }
+  size_t bytes() const {
+    return records() * (shape_.bytes() + (has_bounds() ? shape_.bound_bytes() : 0));
+  }
   uint8_t* record(int layer, int head, int block) const {
-    const int first = block / kChunk * kChunk, chunk = std::min(kChunk, blocks_ - first);
-    const size_t before = static_cast<size_t>(first) * layers_ * heads_,
-                 within = static_cast<size_t>(layer) * heads_ + head;
-    return arena_.data() + (before + within * chunk + block - first) * shape_.bytes();
+    return arena_.data() + place(layer, head, block) * shape_.bytes();
+  }
+  // The bounds of a block's keys, [highest, lowest][key columns] in bf16 with zeros at the end:
+  // those of its last content when its last slot was written, or any slot was moved to.
+  uint16_t* bounds(int layer, int head, int block) const {
+    return reinterpret_cast<uint16_t*>(bounds_.data() +
+                                       place(layer, head, block) * shape_.bound_bytes());
   }
   void move(int source, int target) const;
+  // Computes the bounds of a block again, in all layers and heads.
+  void find_bounds(int block) const;
   // From now on some pages are resident before their blocks are used.
   void start() const { pages_->use(0); }
   // Says that blocks up to the one of `slot` are in use: pages after them become resident.
@@ -47,9 +56,17 @@ class KvCache {
   }
 
  private:
+  size_t records() const { return static_cast<size_t>(blocks_) * layers_ * heads_; }
+  size_t place(int layer, int head, int block) const {
+    const int first = block / kChunk * kChunk, chunk = std::min(kChunk, blocks_ - first);
+    const size_t before = static_cast<size_t>(first) * layers_ * heads_,
+                 within = static_cast<size_t>(layer) * heads_ + head;
+    return before + within * chunk + block - first;
+  }
+
   int layers_, heads_, blocks_;
   KvRecord shape_;
-  Arena arena_;
+  Arena arena_, bounds_;
   std::unique_ptr<KvPages> pages_;  // of the arena, so it goes first
 };
 
@@ -72,6 +89,9 @@ void settle(uint8_t* record, const KvRecord& shape, int lane);
 // A whole key and value, quantised; null where values are part of keys.
 void write_codes(uint8_t* record, const KvRecord& shape, int lane, const KvCodes& key,
                  const KvCodes* value);
+// The highest and lowest number of each dimension of a block's keys, rounded outwards to bf16 and
+// in the basis of quantised keys. NaN for a dimension with a number that is not finite.
+void find_key_bounds(const uint8_t* record, const KvRecord& shape, uint16_t* bounds);
 // Key and value of one token from record to record.
 void copy_token(uint8_t* to, int to_lane, uint8_t* from, int from_lane, const KvRecord& shape);
 

@@ -14,12 +14,14 @@ const KvCache& cache_of(const Plan& plan, const KvReader& reader) {
   return plan.kv(reader.work->group);
 }
 
-// The blocks that an item reads, without those of sinks before a window.
+// The blocks that an item reads, without those of sinks before a window, and those that a row has
+// yet to choose.
 int first_block(const AttentionItem& item) {
   return item.split(std::clamp(item.sink_parts, item.first_part, item.last_part - 1)) *
          kSplitBlocks;
 }
 int end_block(const AttentionItem& item) {
+  if (item.choice >= 0) return first_block(item);
   return std::min((item.split(item.last_part - 1) + 1) * kSplitBlocks,
                   (item.context + kKvTile - 1) / kKvTile);
 }

@@ -4,9 +4,7 @@
 // does not change a bit. Sinks, the first tokens of all, which a row sees besides its
 // window, are splits of their own that come first.
 #include <algorithm>
-#include <bit>
 #include <cmath>
-#include <cstring>
 #include <numbers>
 
 #include "attention_work.h"
@@ -21,7 +19,7 @@ struct Scratch {
   Arena values;  // made of keys; read in steps of a value, which may be as long as a page
   std::vector<float> query, slopes, factors;  // factors: of the queries for a split (`KeyBias`)
   std::vector<double> first_factors;
-  SoftmaxStates split, total;
+  SoftmaxStates split, total, block;
   std::vector<int> first, last, own;
 };
 thread_local Scratch scratch;
@@ -71,6 +69,7 @@ class Attention : public Op {
   SplitRecords locate(const Plan& plan, const Step& step, const AttentionItem& item,
                       int part) const {
     SplitRecords records;
+    if (item.choice >= 0 && !item.is_sinks(part)) return locate_chosen(plan, step, item, part);
     const KvRows& kv = step.kv[work_.group];
     const int first = item.split(part) * kSplitBlocks,
               end = item.is_sinks(part) ? work_.sink_tokens : item.context;
@@ -80,6 +79,29 @@ class Attention : public Op {
           cache(plan).record(a_.layer, item.head,
                              kv.block_table[static_cast<size_t>(item.seq) * kv.max_blocks + first +
                                             records.blocks]));
+    return records;
+  }
+
+  // Which of the blocks of a choosing row a part begins with.
+  static int first_chosen(const AttentionItem& item, int part) {
+    return (part - item.sink_parts) * kSplitBlocks;
+  }
+  int chosen_block(const Plan& plan, const AttentionItem& item, int i) const {
+    return work_.chosen_block(work_.choosing[item.choice],
+                              work_.chosen(plan, item.choice, item.head), i);
+  }
+
+  SplitRecords locate_chosen(const Plan& plan, const Step& step, const AttentionItem& item,
+                             int part) const {
+    SplitRecords records;
+    const KvRows& kv = step.kv[work_.group];
+    const int32_t* table = kv.block_table + static_cast<size_t>(item.seq) * kv.max_blocks;
+    const int first = first_chosen(item, part);
+    for (; records.blocks < kSplitBlocks && first + records.blocks < work_.num_chosen();
+         records.blocks++)
+      put(plan, records, records.blocks,
+          cache(plan).record(a_.layer, item.head,
+                             table[chosen_block(plan, item, first + records.blocks)]));
     return records;
   }
 
@@ -151,6 +173,8 @@ class Attention : public Op {
   void attend_split(const Plan& plan, const Step& step, const AttentionItem& item, int part,
                     const SplitRecords& records, const SplitRecords& next, SoftmaxStates& states,
                     Scratch& s) const {
+    if (item.choice >= 0 && !item.is_sinks(part))
+      return attend_chosen(plan, step, item, part, records, next, states, s);
     const int b = item.seq, shared = step.context_len[b] + step.scheduled_len[b],
               group = work_.share, split = item.split(part);
     for (int row = item.first_row, n = 0; row < item.last_row; row++) {
@@ -178,12 +202,60 @@ class Attention : public Op {
       SplitRecords gathered = records;
       for (int i = 0; i < records.blocks; i++)
         put(plan, gathered, i,
-            gather(plan, step, item, row, split * kSplitBlocks + i, records.at[i],
-                   &s.blocks[i * cache(plan).shape().bytes()]));
+            block_on_path(plan, step, {work_.group, a_.layer}, item.head, item.seq, row,
+                          split * kSplitBlocks + i, &s.blocks[i * cache(plan).shape().bytes()]));
       make_values(plan, gathered, s);
       attend(plan, item.head, gathered, nullptr, (row - item.first_row) * group,
              (row + 1 - item.first_row) * group, states, s);
     }
+  }
+
+  // A part of the blocks of a choosing row. They are no neighbours, so scores that depend on
+  // positions are those of a block at a time.
+  void attend_chosen(const Plan& plan, const Step& step, const AttentionItem& item, int part,
+                     const SplitRecords& records, const SplitRecords& next, SoftmaxStates& states,
+                     Scratch& s) const {
+    SplitRecords path = records;
+    const int first = first_chosen(item, part), position = step.positions[item.first_row];
+    if (step.ancestors)
+      for (int i = 0; i < path.blocks; i++)
+        put(plan, path, i,
+            block_on_path(plan, step, {work_.group, a_.layer}, item.head, item.seq, item.first_row,
+                          chosen_block(plan, item, first + i),
+                          &s.blocks[i * cache(plan).shape().bytes()]));
+    make_values(plan, path, s);
+    const int num_waves = key_bias_.num_waves(item.head), queries = num_queries(item);
+    if (a_.slopes.empty() && !num_waves) {
+      see_chosen(plan, item, first, path.blocks, position, s);
+      return attend(plan, item.head, path, &next, 0, queries, states, s);
+    }
+    s.block.resize(queries, width());
+    for (int i = 0; i < path.blocks; i++) {
+      const int block = chosen_block(plan, item, first + i);
+      SplitRecords one;
+      one.blocks = 1, one.at[0] = path.at[i], one.values[0] = path.values[i];
+      see_chosen(plan, item, first + i, 1, position, s);
+      for (int n = 0; n < queries; n++) {
+        s.own[n] = position - block * kKvTile;
+        if (num_waves)
+          key_bias_.turn(item.head, block / kSplitBlocks, s.first_factors.data() + n * num_waves,
+                         s.factors.data() + n * num_waves);
+      }
+      attend(plan, item.head, one, nullptr, 0, queries, i ? s.block : states, s,
+             block % kSplitBlocks * kKvTile);
+      if (i) merge_states(plan, states, 0, s.block, 0, queries);
+    }
+  }
+
+  // The visible tokens of chosen blocks [first, first + count), counted from the first of them.
+  void see_chosen(const Plan& plan, const AttentionItem& item, int first, int count, int position,
+                  Scratch& s) const {
+    const int begin =
+        first ? 0 : work_.first_visible(position) - chosen_block(plan, item, 0) * kKvTile;
+    const bool is_end = first + count == work_.num_chosen();
+    const int end = (count - is_end) * kKvTile + (is_end ? position % kKvTile + 1 : 0);
+    std::fill(s.first.begin(), s.first.end(), begin);
+    std::fill(s.last.begin(), s.last.end(), end);
   }
 
   // Values that are part of keys, laid out as values.
@@ -198,31 +270,10 @@ class Attention : public Op {
     }
   }
 
-  // Block t of a draft row's context, put together in `copy` if the row's own path
-  // crosses it.
-  const uint8_t* gather(const Plan& plan, const Step& step, const AttentionItem& item, int row,
-                        int t, const uint8_t* record, uint8_t* copy) const {
-    const KvRecord& shape = cache(plan).shape();
-    const int b = item.seq, shared = step.context_len[b] + step.scheduled_len[b];
-    if ((t + 1) * kKvTile <= shared) return record;
-    std::memcpy(copy, record, shape.bytes());
-    int position = shared;
-    for (int word = 0; word < step.ancestor_words; word++)
-      for (uint64_t bits = step.ancestors[static_cast<size_t>(row) * step.ancestor_words + word];
-           bits; bits &= bits - 1, position++) {
-        if (position / kKvTile != t) continue;
-        const int slot = step.kv[work_.group].slots[step.row_start[b] + step.scheduled_len[b] +
-                                                    64 * word + std::countr_zero(bits)];
-        copy_token(copy, position % kKvTile,
-                   cache(plan).record(a_.layer, item.head, slot / kKvTile), slot % kKvTile, shape);
-      }
-    return copy;
-  }
-
   // Query vectors [begin, end) of the item. `next` is fetched ahead by the first of
-  // them, for which nothing is in the caches.
+  // them, for which nothing is in the caches. The records begin with a token of a split.
   void attend(const Plan& plan, int head, const SplitRecords& records, const SplitRecords* next,
-              int begin, int end, SoftmaxStates& states, Scratch& s) const {
+              int begin, int end, SoftmaxStates& states, Scratch& s, int token = 0) const {
     const int num_waves = key_bias_.num_waves(head);
     const KvRecord& shape = work_.shape;
     const Blocks chunks(end - begin, plan.kernels().max_queries);
@@ -233,7 +284,7 @@ class Attention : public Op {
            a_.slopes.empty() ? nullptr : &s.slopes[n], chunks.rows(c),
            s.queries.data() + n * query_stride(), query_stride(), &s.first[n], &s.last[n],
            &s.own[n], &states.max[n], &states.sum[n], &states.out[static_cast<size_t>(n) * width()],
-           num_waves, key_bias_.waves(head), s.factors.data() + n * num_waves});
+           num_waves, key_bias_.waves(head) + token, s.factors.data() + n * num_waves});
     }
   }
 
@@ -286,11 +337,15 @@ class AttentionMerge : public Op {
 
 }  // namespace
 
-std::array<std::unique_ptr<Op>, 2> make_attention(AttentionArgs args, AttentionWork& work,
-                                                  int heads) {
+std::vector<std::unique_ptr<Op>> make_attention(AttentionArgs args, AttentionWork& work,
+                                                int heads) {
+  std::vector<std::unique_ptr<Op>> ops;
+  if (work.top_blocks) ops.push_back(make_choose_blocks(args, work, heads));
   auto attention = std::make_unique<Attention>(std::move(args), work, heads);
   auto merge = std::make_unique<AttentionMerge>(attention.get());
-  return {std::move(attention), std::move(merge)};
+  ops.push_back(std::move(attention));
+  ops.push_back(std::move(merge));
+  return ops;
 }
 
 }  // namespace headrace

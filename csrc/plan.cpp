@@ -286,12 +286,12 @@ std::array<int, 2> Plan::kv_buffers(int group) {
   return at->second;
 }
 
-AttentionWork& Plan::attention_work(int group, int num_heads, int value_dim) {
-  auto& work = attention_work_[{group, num_heads, value_dim}];
+AttentionWork& Plan::attention_work(int group, int num_heads, int value_dim, int top_blocks) {
+  auto& work = attention_work_[{group, num_heads, value_dim, top_blocks}];
   if (!work)
     work = std::make_unique<AttentionWork>(group, num_heads / kv(group).heads(),
                                            (*kv_)[static_cast<size_t>(group)],
-                                           kv(group).shape().computed(value_dim));
+                                           kv(group).shape().computed(value_dim), top_blocks);
   return *work;
 }
 

@@ -264,8 +264,8 @@ class Plan {
   // takes them tile by tile.
   std::array<int, 2> kv_buffers(int group);
   // The attention work of the running step, planned once for all layers of a group with
-  // so many heads and such values.
-  AttentionWork& attention_work(int group, int num_heads, int value_dim);
+  // so many heads and such values, which attend to so many chosen blocks (0: all).
+  AttentionWork& attention_work(int group, int num_heads, int value_dim, int top_blocks);
   int64_t step_number() const { return step_number_; }
   KvAhead& kv_ahead() const { return *kv_ahead_; }
   // What the ops over experts of one shape share, one after the other.
@@ -320,8 +320,8 @@ class Plan {
   std::array<int, kNumRowKinds> capacity_{};  // rows that buffers of each kind have room for
   Deal deal_;
   std::unique_ptr<KvAhead> kv_ahead_;
-  std::map<std::array<int, 3>, std::unique_ptr<AttentionWork>>
-      attention_work_;  // by group, heads and value_dim
+  std::map<std::array<int, 4>, std::unique_ptr<AttentionWork>>
+      attention_work_;  // by group, heads, value_dim and top blocks
   std::map<ExpertsShape, std::unique_ptr<ExpertsWork>> experts_work_;
   int64_t step_number_ = 0;
   bool profiling_ = false;
@@ -403,10 +403,11 @@ struct AttentionArgs {
   std::vector<KeyBiasPair> key_bias;
 };
 // Attention, and the op after it that merges contexts split over threads. `heads`: of the KV.
-std::array<std::unique_ptr<Op>, 2> make_attention(AttentionArgs args, AttentionWork& work,
-                                                  int heads);
-std::array<std::unique_ptr<Op>, 2> make_attention(int out, int q, int layer, float scale,
-                                                  AttentionWork& work);
+// Before it, the choice of blocks if there is one.
+std::vector<std::unique_ptr<Op>> make_attention(AttentionArgs args, AttentionWork& work, int heads);
+std::unique_ptr<Op> make_choose_blocks(const AttentionArgs& args, AttentionWork& work, int heads);
+// The bounds of the keys of blocks whose last slot the step wrote.
+std::unique_ptr<Op> make_key_bounds(KvLayer layer);
 struct RouteArgs {
   int out, x, top_k;
   bool sigmoid,

@@ -22,6 +22,8 @@ class BackendTraits:
     """Tokens in a block of KV."""
     on_gpu: bool = False
     """Whether weights and KV are in the memory of a GPU, with torch and Triton in the process."""
+    has_top_blocks: bool = False
+    """Whether attention can choose blocks of KV (`EngineConfig.attention_top_blocks`)."""
     has_ranks: bool = False
     """Whether several processes can share a model."""
     max_num_seqs: int = 64
@@ -36,7 +38,9 @@ class BackendTraits:
 
 BACKENDS: Mapping[str, BackendTraits] = MappingProxyType(
     {
-        "cpu": BackendTraits(kv_dtypes=("bf16", "f16", "f32", "int8", "int4"), has_ranks=True),
+        "cpu": BackendTraits(
+            kv_dtypes=("bf16", "f16", "f32", "int8", "int4"), has_top_blocks=True, has_ranks=True
+        ),
         "cuda": BackendTraits(
             kv_dtypes=("bf16", "f16", "f32", "fp8", "int8"),
             kv_block_size=64,
@@ -47,7 +51,7 @@ BACKENDS: Mapping[str, BackendTraits] = MappingProxyType(
             chunked_prefill_size=256,
             max_in_flight=2,
         ),
-        "reference": BackendTraits(kv_dtypes=get_args(KvDtype)),
+        "reference": BackendTraits(kv_dtypes=get_args(KvDtype), has_top_blocks=True),
     }
 )
 
@@ -69,3 +73,12 @@ def check_kv_dtype(backend: str, dtype: KvDtype) -> None:
     if dtype not in supported:
         choices = f"{', '.join(supported[:-1])} or {supported[-1]}"
         raise RequestError(f"kv_dtype '{dtype}' is not supported on {backend}; choose {choices}")
+
+
+def check_top_blocks(backend: str, option: str, top_blocks: int) -> None:
+    """Raise RequestError if attention shall choose blocks of KV, and the backend cannot."""
+    if top_blocks and not traits_of(backend).has_top_blocks:
+        raise RequestError(
+            f"{option} {top_blocks:,} is not supported on {backend}; choose backend cpu, or set "
+            f"{option} to 0"
+        )

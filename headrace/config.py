@@ -13,7 +13,7 @@ LatentAttention = Literal["plain", "absorbed"]
 RopeScaling = Literal["none", "linear", "yarn"]
 AcceptanceMethod = Literal["exact", "rejection", "typical"]
 
-LOSSY_OPTIONS = ("attention_window", "attention_sinks")
+LOSSY_OPTIONS = ("attention_window", "attention_sinks", "attention_top_blocks")
 """Options that make another model of a model. `headrace eval` takes them and measures the loss."""
 LOSSY_FILES: tuple[str, ...] = ()
 """Those of the options that name a calibration file."""
@@ -119,6 +119,13 @@ class EngineConfig:
     generation breaks (attention sinks, Xiao et al. 2023).
     """
 
+    attention_top_blocks: int = 0
+    """Blocks of 32 tokens that each layer and KV head chooses for a row, besides its
+    first block and the last two, by bounds of their scores (Quest, Tang et al. 2024);
+    0: all blocks. Decoding then reads this part of a long context. It is lossy and
+    changes tokens; `cpu` and `reference` only.
+    """
+
     batching: Literal["inflight", "static"] = "inflight"
     """Batching policy: `inflight` lets requests join and leave at every step; `static`
     starts and ends a batch together, as a baseline to measure against.
@@ -189,6 +196,10 @@ class EngineConfig:
     """Layers of the model that draft for `self_draft`: a number of first layers, or a list of
     layers from 0, such as `0-9,14,29`; 0: all. `headrace calibrate` suggests them.
     """
+    draft_top_blocks: int = 0
+    """Blocks of 32 tokens that each layer and KV head of `self_draft` chooses, as
+    `attention_top_blocks` does, over the model's own KV; 0: all blocks.
+    """
     draft_weights: str = ""
     """Weights that draft for `self_draft` in place of the model's: a file or folder of the
     same model in fewer bytes (a smaller format, 2:4, experts). Equal tensors are shared.
@@ -254,7 +265,7 @@ class EngineConfig:
     @property
     def lossy_modes(self) -> tuple[str, ...]:
         """A description of each lossy mode in use."""
-        descriptions = (self._window_loss,)
+        descriptions = (self._window_loss, self._top_blocks_loss)
         return tuple(filter(None, descriptions))
 
     @property
@@ -263,6 +274,15 @@ class EngineConfig:
             return ""
         sinks = f"the first {self.attention_sinks:,} and " if self.attention_sinks else ""
         return f"attends to {sinks}the last {self.attention_window:,} tokens only"
+
+    @property
+    def _top_blocks_loss(self) -> str:
+        if not self.attention_top_blocks:
+            return ""
+        return (
+            "attends to the first, the last 2 and the best "
+            f"{self.attention_top_blocks:,} blocks of 32 tokens"
+        )
 
 
 @frozen

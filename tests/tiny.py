@@ -208,6 +208,7 @@ def tiny_engine(
     program = (
         trace_model(spec, tensors)
         .with_window(options.attention_window, options.attention_sinks)
+        .with_top_blocks(options.attention_top_blocks)
         .with_pooled()
     )
     groups = program.kv_groups

@@ -108,6 +108,12 @@ _MODES: dict[str, tuple[str, type, str]] = {
         int,
         "number of first tokens that all tokens see next to the attention window",
     ),
+    "attention_top_blocks": (
+        "N",
+        int,
+        "lossy: number of blocks of 32 tokens that layers choose for each token, besides the "
+        "first block and the last two; 0: all blocks",
+    ),
 }
 """Metavar, type and help of each of `LOSSY_OPTIONS`."""
 

@@ -70,6 +70,7 @@ _ENGINE_OPTIONS = (
     "acceptance_method",
     "draft_model",
     "draft_layers",
+    "draft_top_blocks",
     "draft_weights",
     "medusa_heads",
     "draft_depth",
@@ -183,6 +184,8 @@ def _add_speculation(group: Arguments) -> None:
         "layers such as 0-9,14,29; `headrace calibrate` suggests them"
     )
     _add(group, "draft_layers", "LAYERS", text)
+    text = "number of blocks of 32 tokens of context that drafts attend to (for self_draft)"
+    _add(group, "draft_top_blocks", "N", text, int)
     text = "the same model in fewer bytes, which drafts with its weights (for self_draft)"
     _add(group, "draft_weights", "MODEL", text)
     _add(

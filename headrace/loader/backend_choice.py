@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from typing import NamedTuple
 
-from headrace.backend_traits import BackendName, check_kv_dtype, traits_of
+from headrace.backend_traits import BackendName, check_kv_dtype, check_top_blocks, traits_of
 from headrace.checkpoint.key_biases import has_large_key_biases
 from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig
@@ -42,6 +42,8 @@ def with_backend(
     if choice.remark:
         _log.warning("%s", choice.remark)
     check_kv_dtype(choice.backend, config.kv_format)
+    for option in ("attention_top_blocks", "draft_top_blocks"):
+        check_top_blocks(choice.backend, option, getattr(config, option))
     if traits_of(choice.backend).on_gpu:
         _check_fp8(config, checkpoint, drafts or DraftCheckpoints())
     return _with_context(replace(config, backend=choice.backend), checkpoint, drafts)

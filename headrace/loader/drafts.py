@@ -90,15 +90,18 @@ def open_draft_checkpoints(
 
 
 def model_program(config: EngineConfig, checkpoint: Checkpoint) -> Program:
-    """Trace a model, with the attention window of the configuration."""
-    return trace_model(checkpoint.spec, checkpoint.tensors).with_window(
-        config.attention_window, config.attention_sinks
+    """Trace a model, with the attention window and the top blocks of the configuration."""
+    program = trace_model(checkpoint.spec, checkpoint.tensors)
+    return program.with_window(config.attention_window, config.attention_sinks).with_top_blocks(
+        config.attention_top_blocks
     )
 
 
 def target_program(config: EngineConfig, target: Checkpoint) -> Program:
     """Trace the target model with row pooling, and with its hidden rows as output for heads."""
     program = model_program(config, target).with_pooled()
+    if config.draft_top_blocks:
+        program = program.with_key_bounds()
     return program.with_hidden() if "medusa" in enabled_methods(config) else program
 
 

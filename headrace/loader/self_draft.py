@@ -91,7 +91,10 @@ def open_self_draft(
 
 def shortened_program(config: EngineConfig, target: Checkpoint, draft: SelfDraft) -> Program:
     """Trace the program that drafts, with each option that shortens it."""
-    return draft.program(target.spec).with_window(config.attention_window, config.attention_sinks)
+    program = draft.program(target.spec)
+    return program.with_window(config.attention_window, config.attention_sinks).with_top_blocks(
+        config.draft_top_blocks or config.attention_top_blocks
+    )
 
 
 def _layers(config: EngineConfig, num_layers: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ class ModeOptions(TypedDict, total=False):
 
     attention_window: int
     attention_sinks: int
+    attention_top_blocks: int
 
 
 class ModelOptions(ModeOptions, total=False):

@@ -31,15 +31,27 @@ class KvGroup:
     """Positions that a row sees, with its own; 0: all."""
     num_sink_tokens: int = 0
     """First positions, which every row sees."""
+    has_key_bounds: bool = False
+    """Whether each block has the bounds of its keys, for a choice of blocks."""
 
     @property
     def numbers(self) -> int:
         return len(self.layers) * self.layout.numbers
 
     def block_bytes(self, dtype: KvDtype, block_size: int) -> int:
-        layout = self.layout
-        head_bytes = kv.block_bytes(dtype, layout.key_dim, layout.value_dim)
-        return len(self.layers) * layout.num_heads * head_bytes * block_size // kv.BLOCK_SIZE
+        head_bytes = kv.block_bytes(dtype, self.layout.key_dim, self.layout.value_dim)
+        if self.has_key_bounds:
+            head_bytes += kv.bound_bytes(self.layout.key_dim)
+        return self._num_heads * head_bytes * block_size // kv.BLOCK_SIZE
+
+    @property
+    def _num_heads(self) -> int:
+        return len(self.layers) * self.layout.num_heads
+
+    def row_bytes(self, dtype: KvDtype) -> float:
+        """Mean bytes of the keys and values of a token, without bounds."""
+        head_bytes = kv.block_bytes(dtype, self.layout.key_dim, self.layout.value_dim)
+        return self._num_heads * head_bytes / kv.BLOCK_SIZE
 
     def num_blocks(self, num_tokens: int, max_rows: int, block_size: int) -> int:
         """Max blocks of a sequence with at most `max_rows` rows in a step."""
@@ -53,8 +65,7 @@ class KvGroup:
 
 def number_bytes(groups: tuple[KvGroup, ...], dtype: KvDtype) -> float:
     """Mean bytes of a number, with scales and padding."""
-    block_bytes = sum(group.block_bytes(dtype, kv.BLOCK_SIZE) for group in groups)
-    return block_bytes / (kv.BLOCK_SIZE * sum(group.numbers for group in groups))
+    return sum(group.row_bytes(dtype) for group in groups) / sum(group.numbers for group in groups)
 
 
 def token_bytes(groups: tuple[KvGroup, ...], dtype: KvDtype) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.program.op import Op, StepSize, Value, Weight
+from headrace.quant import kv
 from headrace.record import frozen
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
@@ -241,6 +242,12 @@ class Attention(Op):
 
     With a `window`, a row sees `window` positions and the first `num_sink_tokens` (StreamingLLM,
     Xiao et al. 2023). If `is_latent`, the values are the first `value_dim` numbers of the keys.
+
+    With `top_blocks`, a row attends to some blocks of 32 positions: its first visible block, the
+    last two, and the `top_blocks` best of those between for its KV head (Quest, Tang et al. 2024).
+    The rating of a block for a query head is the highest score that a key within the block's
+    minimum and maximum of each number can have, less the best rating of all these blocks. The
+    rating for a KV head is the maximum over its query heads. Of equal blocks the first is better.
     """
 
     out: Value
@@ -261,6 +268,9 @@ class Attention(Op):
     key_frequencies: tuple[float, ...] = ()
     """Radians per position of each rotary pair (2i, 2i + 1); further numbers do not rotate."""
     key_factor: float = 1.0
+    top_blocks: int = 0
+    has_key_bounds: bool = False
+    """Whether the KV keeps the bounds of the keys of each block."""
 
     def matrices(self) -> list[Weight]:
         return []
@@ -282,27 +292,51 @@ class Attention(Op):
 
     def _pairs(self, context: int, rows: int) -> int:
         """Number of positions that `rows` rows see, each row for itself."""
-        growing = rows
-        if self.window:
-            # A row sees all positions until they are window and sinks, and then as many.
-            growing = min(rows, max(0, self.window + self.num_sink_tokens - context))
-        steady = (rows - growing) * (self.window + self.num_sink_tokens)
+        growing, limit = rows, self._max_visible()
+        if limit:
+            # A row sees all positions until they are the most that it may see.
+            growing = min(rows, max(0, limit - context))
+        steady = (rows - growing) * limit
         return growing * context + growing * (growing + 1) // 2 + steady
 
     def _slots(self, context: int, rows: int) -> int:
         """Number of positions that any of `rows` rows sees."""
-        if not self.window:
-            return context + rows
-        return min(context + rows, self.window + self.num_sink_tokens + rows - 1)
+        limit = self._max_visible()
+        return min(context + rows, limit + rows - 1) if limit else context + rows
+
+    def _max_visible(self) -> int:
+        """The most positions that a row sees; 0: no limit. Of chosen blocks, the least."""
+        limit = self.window + self.num_sink_tokens if self.window else 0
+        if not self.top_blocks:
+            return limit
+        chosen = (self.top_blocks + 2) * kv.BLOCK_SIZE + 1
+        return min(limit, chosen) if limit else chosen
+
+    def _candidates(self, context: int) -> int:
+        """Blocks that a row with so many positions, its own included, chooses from."""
+        seen = min(context, self.window) if self.window else context
+        blocks = (seen - 1) // kv.BLOCK_SIZE - 2
+        return blocks if self.top_blocks and blocks > self.top_blocks else 0
 
     def flops(self, step: StepSize) -> int:
         pairs = sum(self._pairs(context, rows) for context, rows in step.seqs)
-        return 2 * pairs * self.num_heads * (self.head_dim + self.value_dim)
+        candidates = 0
+        if self.top_blocks:
+            candidates = sum(
+                self._candidates(context + row + 1)
+                for context, rows in step.seqs
+                for row in range(rows)
+            )
+        numbers = pairs * (self.head_dim + self.value_dim) + candidates * 2 * self.head_dim
+        return 2 * numbers * self.num_heads
 
     def bytes(self, step: StepSize) -> int:
         slots = sum(self._slots(context, rows) for context, rows in step.seqs)
         numbers = self.head_dim + (0 if self.is_latent else self.value_dim)
-        return super().bytes(step) + int(slots * self.num_kv_heads * numbers * step.kv_bytes)
+        bounds = sum(self._candidates(context + rows) for context, rows in step.seqs)
+        bound_bytes = bounds * self.num_kv_heads * kv.bound_bytes(self.head_dim)
+        kv_bytes = int(slots * self.num_kv_heads * numbers * step.kv_bytes)
+        return super().bytes(step) + kv_bytes + bound_bytes
 
 
 @frozen

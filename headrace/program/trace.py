@@ -74,6 +74,22 @@ class Program:
 
         return replace(self, ops=tuple(map(limited, self.ops)))
 
+    def with_top_blocks(self, top_blocks: int) -> "Program":
+        """Let all layers attend to this number of chosen blocks; 0 changes nothing."""
+        if not top_blocks:
+            return self
+        return self._with_attention(
+            lambda op: replace(op, top_blocks=top_blocks, has_key_bounds=True)
+        )
+
+    def with_key_bounds(self) -> "Program":
+        """Keep the bounds of keys, for another program over the same KV."""
+        return self._with_attention(lambda op: replace(op, has_key_bounds=True))
+
+    def _with_attention(self, change: Callable[[Attention], Attention]) -> "Program":
+        ops = (change(op) if isinstance(op, Attention) else op for op in self.ops)
+        return replace(self, ops=tuple(ops))
+
     def head(self) -> Linear:
         assert self.logits, "a stage without logits has no head"
         writer = {out.id: op for op in self.ops if (out := op.output())}
@@ -92,16 +108,27 @@ class Program:
         if self.shared_kv_groups is not None:
             return self.shared_kv_groups
 
-        layers_of_kind: dict[tuple[KvLayout, int, int], list[int]] = {}
+        layers_of_kind: dict[tuple[KvLayout, int, int, bool], list[int]] = {}
         for op in self.ops:
             if isinstance(op, Attention):
                 value_dim = 0 if op.is_latent else op.value_dim
                 layout = KvLayout(op.num_kv_heads, op.head_dim, value_dim)
-                kind = (layout, op.window, op.num_sink_tokens)
+                kind = (layout, op.window, op.num_sink_tokens, op.has_key_bounds)
                 layers_of_kind.setdefault(kind, []).append(op.layer)
         return tuple(
-            KvGroup(tuple(layers), layout, window, num_sink_tokens)
-            for (layout, window, num_sink_tokens), layers in layers_of_kind.items()
+            KvGroup(
+                layers=tuple(layers),
+                layout=layout,
+                window=window,
+                num_sink_tokens=num_sink_tokens,
+                has_key_bounds=has_key_bounds,
+            )
+            for (
+                layout,
+                window,
+                num_sink_tokens,
+                has_key_bounds,
+            ), layers in layers_of_kind.items()
         )
 
     @property

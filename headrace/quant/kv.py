@@ -21,6 +21,14 @@ def block_bytes(dtype: KvDtype, key_dim: int, value_dim: int) -> int:
     return _native.kv_block_bytes(dtype, key_dim, value_dim)
 
 
+def bound_bytes(key_dim: int) -> int:
+    """Bytes of the minimum and maximum of each number of a block's keys, in a layer and KV head.
+
+    They are bf16, in whole lines of 16 numbers.
+    """
+    return 2 * 2 * (-(-key_dim // 16) * 16)
+
+
 def round_trip(x: Doubles, dtype: KvDtype) -> Doubles:
     """The values [..., numbers of a vector] that attention reads back."""
     if dtype == "f32":
@@ -51,6 +59,11 @@ def _scaled_e4m3(x: Doubles) -> Doubles:
     return rounded
 
 
+def is_rotated(dtype: KvDtype) -> bool:
+    """Whether keys are stored after a rotation, as queries are multiplied."""
+    return dtype in _BITS
+
+
 def hadamard(n: int) -> Doubles:
     """Walsh-Hadamard matrices along the diagonal [n, n].
 
@@ -65,13 +78,14 @@ def hadamard(n: int) -> Doubles:
 
 def _quantised(x: Doubles, bits: int) -> Doubles:
     levels = 2**bits - 1
-    minimum = -_bf16_above(-x.min(axis=-1, keepdims=True))
-    step = _bf16_above((x.max(axis=-1, keepdims=True) - minimum) / levels)
+    minimum = -bf16_above(-x.min(axis=-1, keepdims=True))
+    step = bf16_above((x.max(axis=-1, keepdims=True) - minimum) / levels)
     codes = np.rint((x - minimum) / np.where(step > 0, step, 1))
     return codes * step + minimum
 
 
-def _bf16_above(x: Doubles) -> Doubles:
+def bf16_above(x: Doubles) -> Doubles:
+    """bf16, rounded up."""
     bits = x.astype(np.float32).view(np.uint32)
     return _from_bits(np.where(x > 0, bits + np.uint32(0xFFFF), bits))
 

@@ -162,6 +162,7 @@ class CpuExecutable:
                     num_blocks,
                     kv.dtype,
                     group.num_sink_tokens,
+                    group.has_key_bounds,
                 )
         except ValueError as error:
             raise RequestError(str(error)) from None

@@ -334,7 +334,7 @@ def _glu_linear(lo: Lowering, op: ops.GluLinear) -> None:
 def _attention(lo: Lowering, op: ops.Attention) -> None:
     def lower(out: int) -> None:
         q, place, sinks = lo.buffer(op.q), lo.places[op.layer], lo.vector(op.sinks)
-        further = (_key_bias_pairs(lo, op),) if op.key_bias else ()
+        pairs = _key_bias_pairs(lo, op) if op.key_bias else []
         lo.plan.attention(
             out,
             q,
@@ -345,7 +345,8 @@ def _attention(lo: Lowering, op: ops.Attention) -> None:
             op.softcap,
             op.slopes,
             sinks,
-            *further,
+            pairs,
+            op.top_blocks,
         )
 
     lo.write(op.out, lower, packs_groups=op.value_dim % GROUP == 0)  # a head is then whole groups

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from headrace.backend.reference.activations import activated, gated
 from headrace.backend.reference.kv import Store
+from headrace.backend.reference.top_blocks import hidden_positions
 from headrace.batch import Ints, RaggedBatch
 from headrace.config import KvConfig
 from headrace.program import moe, ops
@@ -216,11 +217,16 @@ def _attention(s: Step, op: ops.Attention) -> Floats:
     store = s.memory.stores[group]
     slopes = np.array(op.slopes or [0.0] * op.num_heads).reshape(op.num_kv_heads, -1, 1)
     sinks = s.w(op.sinks).reshape(op.num_kv_heads, -1, 1) if op.sinks else None
-    biases = _rotated_key_biases(s, op)
+    biases = None
+    if op.key_bias:
+        num_positions = 1 + max(s.batch.positions, default=0)
+        biases = rotated_key_biases(op, s.w(op.key_bias), num_positions)
 
     for row, slots in enumerate(s.visible(group)):
         num_seen = len(slots)
         window_start = max(0, num_seen - op.window) if op.window else 0
+        if window_start <= op.num_sink_tokens:
+            window_start = 0
         num_sink_tokens = min(window_start, op.num_sink_tokens)
         positions = np.array([*range(num_sink_tokens), *range(window_start, num_seen)])
         seen = slots[positions]
@@ -233,6 +239,10 @@ def _attention(s: Step, op: ops.Attention) -> Floats:
         if op.softcap:
             scores = op.softcap * np.tanh(scores / op.softcap)
         scores = scores - slopes * (num_seen - 1 - positions)
+        if op.top_blocks:
+            keys = store.keys[place, slots]
+            hidden = hidden_positions(op, s.memory.kv.dtype, q[row], keys, biases, window_start)
+            scores = np.where(hidden[:, None, positions], -np.inf, scores)
 
         max_score = scores.max(axis=2, keepdims=True)
         if sinks is not None:
@@ -245,15 +255,13 @@ def _attention(s: Step, op: ops.Attention) -> Floats:
     return out.reshape(len(q), -1)
 
 
-def _rotated_key_biases(s: Step, op: ops.Attention) -> Floats | None:
-    """[positions, KV heads, head_dim]"""
-    if op.key_bias is None:
-        return None
-    positions = np.arange(1 + max(s.batch.positions, default=0))
+def rotated_key_biases(op: ops.Attention, bias: Floats, num_positions: int) -> Floats:
+    """What keys are stored without, [positions, KV heads, head_dim]."""
+    positions = np.arange(num_positions)
     angles = positions[:, None] * np.array(op.key_frequencies)
     factors = np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * op.key_factor
-    bias = np.tile(s.w(op.key_bias).reshape(1, -1), (len(positions), 1))
-    return rotate(bias, factors, op.head_dim).reshape(len(positions), -1, op.head_dim)
+    biases = np.tile(bias.reshape(1, -1), (len(positions), 1))
+    return rotate(biases, factors, op.head_dim).reshape(len(positions), -1, op.head_dim)
 
 
 def _activate(s: Step, op: ops.Activate) -> Floats:
