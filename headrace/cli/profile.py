@@ -3,6 +3,8 @@
 Runs prefills, and decode steps at several depths of context and batch sizes, turn by turn. Memory
 bandwidth and arithmetic are measured between the turns. Every depth runs with the first batch
 size, and every batch size at the first depth.
+
+With `--attention`, runs a text instead, and counts the keys that have most of the weight.
 """
 
 import argparse
@@ -10,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.backend_traits import traits_of
 from headrace.cli.arguments import (
     add_compute,
     add_json,
@@ -32,9 +35,12 @@ if TYPE_CHECKING:
 EXAMPLES = """\
   headrace profile smollm2
   headrace profile smollm2 --prefill none --depth 2048 --batch 1,8
-  headrace profile smollm2 --svg roofline.svg --json"""
+  headrace profile smollm2 --svg roofline.svg --json
+  headrace profile smollm2 --attention --tokens 4096 --svg attention.svg"""
 
 _BATCHES = "1,4,8,16,32"
+_TURNS = 5
+_AUTO = "auto"
 _MAX_COUNT = 2**20
 _DRIFT = 0.1
 
@@ -69,9 +75,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     phases.add_argument(
         "--turns",
         type=whole_number(1, _MAX_COUNT),
-        default=5,
+        default=_TURNS,
         metavar="N",
         help="number of times that each phase is timed; more turns give steadier medians",
+    )
+    attention = parser.add_argument_group("attention")
+    attention.add_argument(
+        "--attention",
+        action="store_true",
+        help="by layer and head: number of keys with most of the weight, and share of zero weights",
+    )
+    attention.add_argument(
+        "--tokens",
+        type=whole_number(64, _MAX_COUNT),
+        metavar="N",
+        help="length of the text, in tokens (default: 2048)",
+    )
+    attention.add_argument(
+        "--text", type=Path, metavar="FILE", help="text (default: Python's language reference)"
     )
     add_compute(parser)
     add_modes(parser)
@@ -81,7 +102,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--svg",
         type=Path,
         metavar="FILE",
-        help="SVG file for a picture of the roofline, with the ops as points",
+        help="SVG file for a picture of the roofline, with the ops as points, or of --attention",
     )
     output.add_argument(
         "--experts",
@@ -95,9 +116,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from headrace.measure.table import print_json
 
+    _check_flags(args)
     for flag in ("svg", "experts"):
         if file := getattr(args, flag):
             check_writable(f"--{flag}", file)
+    if args.attention:
+        return _run_attention(args)
     report = _profile(args)
     if args.svg:
         from headrace.measure.roofline_picture import roofline_svg
@@ -118,6 +142,53 @@ def run(args: argparse.Namespace) -> int:
         print(f"\nThe roofline is drawn in {args.svg}.")
     if args.experts:
         print(f"\nThe experts are drawn in {args.experts}.")
+    return 0
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Raise RequestError for a flag of the other profile."""
+    if args.attention:
+        ranks = ("tensor_parallel_size", "pipeline_parallel_size")
+        given = {name: getattr(args, name) for name in ("prefill", "depth", "experts")}
+        given["batch"] = args.batch != tuple(map(int, _BATCHES.split(",")))
+        given["turns"] = args.turns != _TURNS
+        given |= {name: getattr(args, name) > 1 for name in ranks}
+        wrong = [name for name, value in given.items() if value or value == ()]
+        if traits_of(args.backend) != traits_of(_AUTO):
+            wrong.append("backend")
+        reason = "does not belong to a profile of attention, which runs on one CPU"
+    else:
+        wrong = [name for name in ("tokens", "text") if getattr(args, name)]
+        reason = "belongs to a profile of attention; add --attention"
+    if wrong:
+        flag = wrong[0].replace("_", "-")
+        raise RequestError(f"--{flag} {reason}, or leave out --{flag}")
+
+
+def _run_attention(args: argparse.Namespace) -> int:
+    from headrace.cli.attention_table import print_attention
+    from headrace.cli.progress import progress_bar
+    from headrace.measure.attention_profile import attention_profile
+    from headrace.measure.table import print_json
+
+    with progress_bar() as on_progress:
+        profile = attention_profile(
+            args.model,
+            text=args.text,
+            tokens=args.tokens or 2048,
+            on_progress=on_progress,
+            **engine_options(args),
+        )
+    if args.svg:
+        from headrace.measure.attention_picture import attention_map_svg
+
+        write("--svg", args.svg, attention_map_svg(f"Attention of {profile.name}", profile))
+    if args.json:
+        print_json(profile.facts())
+        return 0
+    print_attention(profile)
+    if args.svg:
+        print(f"\nThe heads are drawn in {args.svg}.")
     return 0
 
 
