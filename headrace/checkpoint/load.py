@@ -15,6 +15,7 @@ from headrace.checkpoint.files import find, list_names
 from headrace.checkpoint.folder import chat_templates, model_name, open_folder
 from headrace.checkpoint.gguf import Metadata
 from headrace.checkpoint.gguf_scales import with_scales
+from headrace.checkpoint.note import FOLDER_NOTE, GGUF_NOTE, notes_of
 from headrace.checkpoint.split import gguf_of_folder, read_gguf_model
 from headrace.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from headrace.model import FAMILIES
@@ -131,6 +132,7 @@ def _open_gguf(path: Path, is_absorbed: bool) -> Checkpoint:
         tokenizer_source=file.metadata,
         tool_template=templates.pop("tool_use", None),
         other_templates=templates,
+        notes=notes_of(file.metadata, GGUF_NOTE, path.name),
     )
 
 
@@ -167,7 +169,7 @@ def _open_folder(path: Path, is_absorbed: bool) -> Checkpoint:
         tool_template=templates.pop("tool_use", None),
         other_templates=templates,
         left_out=parts.left_out,
-        notes=parts.notes,
+        notes=parts.notes + notes_of(folder.config, FOLDER_NOTE, path.name),
     )
 
 

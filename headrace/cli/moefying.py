@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headrace.cli.arguments import whole_number
@@ -96,7 +97,8 @@ def moefied_model(
         made = {layer: made[layer] for layer in best_layers(losses, choice)}
         lines = _loss_lines(losses, made)
     model = with_experts(original, options, made)
-    return model, [*lines, _summary(options, made, meter.quality(model))]
+    summary = _summary(options, made, meter.quality(model))
+    return replace(model, note=f"cut from {args.model}: {summary}"), [*lines, summary]
 
 
 def _loss_lines(losses: Mapping[int, float], made: "Mapping[int, MoefiedLayer]") -> list[str]:
@@ -112,8 +114,8 @@ def _loss_lines(losses: Mapping[int, float], made: "Mapping[int, MoefiedLayer]")
 def _summary(options: "Moefication", made: "Mapping[int, MoefiedLayer]", quality: "Quality") -> str:
     errors = [layer.error for layer in made.values()]
     return (
-        f"experts: {options.experts} groups in {len(made)} layers, {options.active} for each "
-        f"token, {options.num_shared} of them shared; KL {quality.kl:.4f} nats on "
-        f"{quality.tokens:,} tokens before --to; error of an FFN's output "
+        f"experts: {options.experts} groups of neurons in {len(made)} layers, {options.active} for "
+        f"each token, {options.num_shared} of them shared; price before --to: KL "
+        f"{quality.kl:.4f} nats on {quality.tokens:,} tokens; error of an FFN's output "
         f"{min(errors):.0%} to {max(errors):.0%}"
     )

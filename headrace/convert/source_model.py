@@ -30,6 +30,8 @@ class SourceModel:
     """Tensors in the file's shapes."""
     is_rebuilt: bool = False
     """Whether the specification is another one than the file's."""
+    note: str = ""
+    """What was lost in the tensors, for users of the output (`checkpoint/note.py`)."""
 
     @property
     def spec(self) -> ModelSpec:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from headrace.checkpoint.load import open_checkpoint
+from headrace.cli.main import main
 from headrace.convert.folder.writer import plan_folder, write_folder
 from headrace.convert.gguf.writer import plan_gguf, write_gguf
 from headrace.convert.moefied_quality import best_layers
@@ -117,17 +118,19 @@ def test_all_active_equals_dense(variant: str, tmp_path: Path) -> None:
 
 def test_a_gguf_file_is_cut_as_well(tmp_path: Path) -> None:
     source = open_source_model(write_tiny_gguf(tmp_path / "model.gguf"))
-    result = moefied(source, 4, 3)
+    result = replace(moefied(source, 4, 3), note="half as many\nbytes")
     made = open_checkpoint(to_gguf(result, tmp_path / "out.gguf"))
     assert made.spec.experts == result.spec.experts
+    assert made.notes == ("out.gguf: half as many bytes",)
     assert made.load_tokenizer().to_json() == source.checkpoint.load_tokenizer().to_json()
 
 
 def test_layers_without_experts_keep_their_ffn(tmp_path: Path) -> None:
     source = dense_model("smollm2", tmp_path / "model")
-    result = moefied(source, 4, 2, layers=(1,))
+    result = replace(moefied(source, 4, 2, layers=(1,)), note="x" * 999)
     made = open_checkpoint(to_folder(result, tmp_path / "out"))
     assert made.spec.experts and made.spec.experts.dense_layers == (0, 2)
+    assert made.notes == ("out: " + "x" * 400,)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["mlp_only_layers"] == [0, 2]
     old = source.checkpoint.tensors["layers.0.down"].dequantise()
@@ -159,3 +162,23 @@ def test_refusals(tmp_path: Path) -> None:
     source = dense_model("qwen3", tmp_path / "model")
     with pytest.raises(UnsupportedModelError, match="qk_norm would be none instead of head"):
         to_folder(moefied(source, 4, 2), tmp_path / "out")
+
+
+def test_convert_cuts_the_best_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = write_tiny_gguf(tmp_path / "model.gguf"), tmp_path / "out.gguf"
+    words = tmp_path / "text"
+    words.write_text("the quick brown fox jumps over the lazy dog " * 20)
+    command = ["convert", str(model), str(out), "--to", "f32", "--moefy", "4", "--active", "3"]
+    text = ["--calibration", str(words), "--length", "32", "--threads", "1"]
+    assert main([*command, "--moefy-layers", "1", *text]) == 0
+    printed = capsys.readouterr().out
+    assert "KL of experts in one layer alone" in printed and "price before --to: KL" in printed
+    made = open_checkpoint(out)
+    assert made.spec.experts and len(made.spec.experts.dense_layers) == made.spec.num_layers - 1
+    assert "cut from" in made.notes[0]
+
+    for option in (["--active", "2"], ["--shared", "1"], ["--moefy-layers", "1"]):
+        assert main(["convert", str(model), "new", "--to", "bf16", *option]) == 2
+        assert f"{option[0]} needs --moefy" in capsys.readouterr().err
+    assert main(["convert", str(model), "new", "--to", "bf16", "--moefy", "4"]) == 2
+    assert "--moefy needs --active K" in capsys.readouterr().err

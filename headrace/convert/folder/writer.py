@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from headrace.checkpoint.files import list_names, member
 from headrace.checkpoint.folder import open_folder
 from headrace.checkpoint.load import Checkpoint
+from headrace.checkpoint.note import FOLDER_NOTE
 from headrace.checkpoint.quantisation.stated import STATING_FILES
 from headrace.convert.destination import atomic_output, check_disk_space
 from headrace.convert.embedding_types import EMBED, FolderType
@@ -163,6 +164,8 @@ def write_folder(
         )
         if source.is_rebuilt and source.is_folder:
             config = rebuilt_config(source.spec, config)
+        if source.note:
+            config[FOLDER_NOTE] = source.note
         if plan.matrix_writer:
             config["quantization_config"] = plan.config(source.head)
         if plan.dtype:

@@ -6,6 +6,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from headrace.checkpoint.gguf import Metadata, RawValue
+from headrace.checkpoint.note import GGUF_NOTE
 from headrace.convert.destination import atomic_output, check_disk_space
 from headrace.convert.file_tensors import FileTensor
 from headrace.convert.gguf.header import gguf_file_layout, raw, u32
@@ -131,11 +132,13 @@ def _metadata(source: SourceModel, contents: GgufContents) -> dict[str, RawValue
             if key.startswith(kept) and not key.startswith("split.")
         }
         if not source.is_rebuilt:
-            return result
+            values = {}
     else:
         from headrace.convert.gguf.tokenizer import tokenizer_values
 
         values |= tokenizer_values(source.checkpoint)
+    if source.note:
+        values[GGUF_NOTE] = source.note
     for key, value in values.items():
         try:
             result[key] = raw(value)
