@@ -67,6 +67,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "(default: 1024)",
     )
     formats.add_argument(
+        "--form",
+        type=_form,
+        action="append",
+        default=[],
+        metavar="NAME=MODEL",
+        help="with --frontier: another file of the model as a form, in place of the usual form of "
+        "this name; may be repeated",
+    )
+    formats.add_argument(
         "--quick", action="store_true", help="with --frontier: fewer forms, and fewer steps of each"
     )
     formats.add_argument(
@@ -103,6 +112,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="with --sweep or --frontier: SVG file for a picture of quality against speed",
     )
     add_json(output)
+
+
+def _form(text: str) -> tuple[str, str]:
+    name, equals, model = text.partition("=")
+    if not (name and equals and model):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not NAME=MODEL")
+    return name, model
 
 
 def run(args: argparse.Namespace) -> int:
@@ -145,7 +161,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     """Raise RequestError for a flag of another evaluation."""
     from headrace.errors import RequestError
 
-    for flag in ("depth", "quick"):
+    for flag in ("depth", "form", "quick"):
         if getattr(args, flag):
             raise RequestError(f"--{flag} needs --frontier; add it")
     for flag, needed in (("budget", "--sweep"), ("svg", "--sweep or --frontier")):

@@ -29,6 +29,7 @@ def run_frontier(args: argparse.Namespace) -> int:
         frontier = measure_frontier(
             args.model,
             formats=[name for name in (args.formats or "").split(",") if name],
+            files=dict(args.form),
             text=args.text,
             tokens=args.tokens,
             depth=args.depth or _DEPTH,

@@ -135,6 +135,7 @@ def measure_frontier(
     model: str,
     *,
     formats: Sequence[str] = (),
+    files: Mapping[str, str] | None = None,
     text: Path | str | None = None,
     tokens: int = 4096,
     depth: int = 1024,
@@ -146,6 +147,8 @@ def measure_frontier(
 
     Args:
         formats: in place of the usual formats with fewer bits than the model's.
+        files: further forms of the model by name, such as results of `headrace convert`. The name
+            of a usual form, such as `2:4 int4-g32`, saves its conversion.
         text: path of a text; by default a part of Python's language reference.
         tokens: number of evaluated tokens.
         depth: tokens of a piece of the text, and of context before the timed tokens.
@@ -167,7 +170,7 @@ def measure_frontier(
 
     with SpillFile() as reference, tempfile.TemporaryDirectory(prefix="headrace-") as folder:
         evaluator.score_reference(None, reference)
-        workshop = Workshop(evaluator, Path(folder), formats, quick)
+        workshop = Workshop(evaluator, Path(folder), formats, files or {}, quick)
         meter = _FormMeter(workshop, reference, drafted)
         points, left_out = [meter.full(model)], dict[str, str]()
         rungs = rungs_of(workshop)

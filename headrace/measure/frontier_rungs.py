@@ -7,11 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.checkpoint.load import Checkpoint
+from headrace.checkpoint.load import Checkpoint, open_checkpoint
+from headrace.checkpoint.source import resolve
 from headrace.config import EngineConfig
+from headrace.errors import RequestError
 from headrace.loader.drafts import model_program
+from headrace.measure.climb_process import run_command
 from headrace.measure.evaluate import SWEEP_FORMATS, Evaluator, target_of
 from headrace.measure.placed_model import main_format
+from headrace.model import trace_model
 from headrace.program.trace import Program
 from headrace.quant.digest import same_content
 from headrace.quant.formats import StoredTensor
@@ -76,6 +80,8 @@ class Workshop:
     """An empty folder for files."""
     formats: Sequence[str]
     """Number formats that the caller named; empty: the usual ones."""
+    files: Mapping[str, str]
+    """Models that the caller names as forms, by the names of the forms."""
     is_quick: bool
 
     @property
@@ -92,10 +98,45 @@ class Workshop:
     def with_tensors(self, tensors: Mapping[str, StoredTensor]) -> Form:
         return Form(replace(self.checkpoint, tensors=tensors), self.config)
 
+    def opened(self, name: str, kind: str) -> Rung:
+        """A rung of the caller's file."""
+        return Rung(name, kind, lambda: Form(self._open(self.files[name]), self.config))
+
+    def _open(self, model: str) -> Checkpoint:
+        """Raises RequestError for another model, ModelError as `open_checkpoint`."""
+        checkpoint, spec = open_checkpoint(resolve(model)), self.checkpoint.spec
+        groups = trace_model(checkpoint.spec, checkpoint.tensors).kv_groups
+        full = trace_model(spec, self.checkpoint.tensors).kv_groups
+        if groups != full or checkpoint.spec.vocab_size != spec.vocab_size:
+            raise RequestError(
+                f"form '{model}' has other KV or another vocabulary than the model; name a file "
+                "of the same model, such as a result of `headrace convert`"
+            )
+        return checkpoint
+
+    def converted(self, name: str, kind: str, arguments: Sequence[str]) -> Rung:
+        """A rung of the model that `headrace convert` writes with these arguments.
+
+        A file of the caller takes its place.
+        """
+        if name in self.files:
+            return self.opened(name, kind)
+        out = self.folder / name.replace(":", "-").replace(" ", "-")
+        calibration = ("--calibration-tokens", "2048" if self.is_quick else "8192")
+
+        def make() -> Form:
+            path = str(self.checkpoint.path)
+            run_command("convert", path, str(out), *arguments, *calibration)
+            return Form(open_checkpoint(out), self.config)
+
+        return Rung(name, kind, make)
+
 
 def rungs_of(workshop: Workshop) -> list[Rung]:
     """All forms that the model may have, from formats to modes."""
-    return [rung for mode in _MODES for rung in mode(workshop)]
+    rungs = [rung for mode in _MODES for rung in mode(workshop)]
+    others = workshop.files.keys() - {rung.name for rung in rungs}
+    return rungs + [workshop.opened(name, "file") for name in sorted(others)]
 
 
 def _formats(workshop: Workshop) -> Iterator[Rung]:
@@ -142,4 +183,29 @@ def _layers(workshop: Workshop) -> Iterator[Rung]:
             )
 
 
-_MODES: tuple[Callable[[Workshop], Iterator[Rung]], ...] = (_formats, _windows, _layers)
+def _sparse(workshop: Workshop) -> Iterator[Rung]:
+    """2:4 weights by SparseGPT, with values of as many bits as the model's own, or fewer."""
+    own_bits = main_format(workshop.checkpoint).bits
+    values = {"bf16": 16, "int8-g32": 8, "int4-g32": 4}
+    fitting = [name for name, bits in values.items() if bits <= own_bits]
+    for name in fitting[-1:] if workshop.is_quick else fitting:
+        arguments = ("--sparsity", "2:4", "--to", name)
+        yield workshop.converted(f"2:4 {name}", "2:4", arguments)
+
+
+def _experts(workshop: Workshop) -> Iterator[Rung]:
+    """FFNs cut into eight experts, in numbers of about as many bits as the model's own."""
+    own_bits = main_format(workshop.checkpoint).bits
+    values = "int4-g32" if own_bits < 8 else "int8-g32" if own_bits < 16 else "bf16"
+    for active in (6,) if workshop.is_quick else (6, 4):
+        arguments = ("--moefy", "8", "--active", str(active), "--to", values)
+        yield workshop.converted(f"{active} of 8 experts", "experts", arguments)
+
+
+_MODES: tuple[Callable[[Workshop], Iterator[Rung]], ...] = (
+    _formats,
+    _sparse,
+    _experts,
+    _windows,
+    _layers,
+)

@@ -14,6 +14,7 @@ from headrace.measure.draft_meter import DraftSpeed
 from headrace.measure.frontier_run import Frontier, Point, measure_frontier
 from headrace.planner.draft_gain import Gain
 from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
+from tests.planner.models import LLAMA_8B_CONFIG, write_config
 
 
 @pytest.fixture
@@ -30,8 +31,17 @@ def text(tmp_path: Path) -> Path:
 
 
 def frontier(model: str, text: Path, **options: Any) -> Frontier:
+    """By default without conversions, which take seconds."""
+    given = {"2:4 int4-g32": model, "6 of 8 experts": model}
     return measure_frontier(
-        model, text=text, tokens=128, depth=40, quick=True, backend="cpu", threads=1, **options
+        model,
+        text=text,
+        tokens=128,
+        depth=40,
+        quick=True,
+        backend="cpu",
+        threads=1,
+        **{"files": given} | options,
     )
 
 
@@ -67,6 +77,18 @@ def test_frontier_takes_named_formats_and_leaves_out_what_does_not_fit(
     found = frontier(model, text, formats=["int8-g64", "Q4_K"])
     assert "int8-g64" in [point.name for point in found.points]
     assert "Q4_K" in found.left_out and "multiple" in found.left_out["Q4_K"]
+
+
+def test_frontier_takes_named_files(model: str, text: Path, tmp_path: Path) -> None:
+    """A file under the name of a usual form saves its conversion; other models are refused."""
+    other = str(write_config(tmp_path, LLAMA_8B_CONFIG))
+    files = {"2:4 int4-g32": model, "itself": model, "another": other}
+    found = frontier(model, text, formats=["int8-g32"], files=files)
+    points = {point.name: point for point in found.points}
+    assert points["2:4 int4-g32"].kind == "2:4" and points["itself"].kind == "file"
+    assert points["itself"].loss == 0 and points["itself"].draft
+    assert points["itself"].draft.acceptance == 1
+    assert "another" in found.left_out
 
 
 def test_frontier_refuses_a_lossy_option(model: str, text: Path) -> None:
@@ -123,6 +145,8 @@ def test_advice_names_forms_that_pay(
     [
         (["--depth", "64"], "--depth needs --frontier"),
         (["--quick"], "--quick needs --frontier"),
+        (["--form", "a=b"], "--form needs --frontier"),
+        (["--form", "a"], "'a' is not NAME=MODEL"),
         (["--svg", "x.svg"], "--svg needs --sweep or --frontier"),
         (["--frontier", "--sweep"], "--sweep does not belong to --frontier"),
         (["--frontier", "--by-layer"], "--by-layer does not belong to --frontier"),
