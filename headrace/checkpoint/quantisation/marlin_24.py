@@ -45,8 +45,8 @@ def decoded(tensors: Tensors, widths: set[int], where: str) -> dict[str, StoredT
     parts = {layer + part for layer in layers for part in _PARTS}
     result = {name: tensor for name, tensor in tensors.items() if name not in parts}
     for layer in layers:
-        if missing := [part for part in _PARTS if layer + part not in tensors]:
-            raise FormatError(f"{where}: tensor {layer}{missing[0]} is missing")
+        if absent := [part for part in _PARTS if layer + part not in tensors]:
+            raise FormatError(f"{where}: tensor {layer}{absent[0]} is missing")
         matrix = _matrix(layer, widths, tensors, where)
         result[matrix.name] = matrix
     return result
