@@ -9,6 +9,7 @@ from headrace.checkpoint.files import find, list_names, member, read_file, read_
 from headrace.checkpoint.head import settle_head
 from headrace.checkpoint.names import modules, renamed, text_names
 from headrace.checkpoint.quantisation import method_of
+from headrace.checkpoint.quantisation.sparse import sparse_note
 from headrace.checkpoint.quantisation.stated import stated_quantisation
 from headrace.checkpoint.safetensors import read_folder
 from headrace.checkpoint.text_part import TextPart, text_part
@@ -44,11 +45,12 @@ class Folder:
         tensors = renamed(stored, own)
         if quantisation is not None:
             tensors = method_of(quantisation).assemble(quantisation, tensors, self.path.name)
+        sparsity = sparse_note(quantisation)
 
         is_stated = self.text_part is None or self.text_part.is_tie_stated
         heads = settle_head(self.spec, self.layout, tensors, is_stated=is_stated)
         left_out = tuple(name for name in names.others if name not in own)
-        notes = [f"{self.path.name}: {heads.note}"] if heads.note else []
+        notes = [f"{self.path.name}: {note}" for note in (heads.note, sparsity) if note]
         if self.text_part:
             notes.insert(0, self._text_note(self.text_part, left_out))
         if heads.equal_head:

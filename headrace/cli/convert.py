@@ -178,7 +178,8 @@ def _write_folder(
         return plan
 
     target = dtype or named_format(args.to)
-    writer = sparse_writer(target) if args.sparsity else matrix_writer(named_format(args.to))
+    prune: PruneMethod | None = (args.prune or "sparsegpt") if args.sparsity else None
+    writer = sparse_writer(target, prune) if prune else matrix_writer(named_format(args.to))
     names = quantisable(checkpoint.spec, checkpoint.tensors)
     embeddings = {} if dtype else parsed_types(folder_types(checkpoint.spec, args.to, *types))
     plan = plan_folder(original, writer, names, dtype, embeddings)
@@ -186,10 +187,10 @@ def _write_folder(
         raise RequestError(
             f"{args.model} has no matrix that a folder can store quantised; write a GGUF file"
         )
-    if args.sparsity:
+    if prune:
         check_columns(checkpoint.tensors, plan.names)
     plan.planned()
-    tensors, matrices = _rounded(args, checkpoint, plan.names, target, on_progress)
+    tensors, matrices = _rounded(args, checkpoint, plan.names, target, prune, on_progress)
     embedded = ((name, round_matrix(tensors[name], spec)) for name, spec in plan.embeddings.items())
     write_folder(original, args.out, plan, tensors, chain(embedded, matrices))
     return plan
@@ -200,6 +201,7 @@ def _rounded(
     checkpoint: "Checkpoint",
     names: list[str],
     target: "Target",
+    prune: "PruneMethod | None",
     on_progress: "ProgressCallback",
 ) -> tuple["Mapping[str, StoredTensor]", "Matrices"]:
     """All tensors as the method prepares them, and the pruned and rounded matrices."""
@@ -209,7 +211,6 @@ def _rounded(
 
     spec, tensors = checkpoint.spec, checkpoint.tensors
     threads = args.threads or usable_cores()
-    prune: PruneMethod | None = (args.prune or "sparsegpt") if args.sparsity else None
     if prune:
         check_method(args.method, target)
     pieces = _calibration(args, checkpoint, prune)

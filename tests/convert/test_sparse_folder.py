@@ -16,6 +16,7 @@ from headrace.errors import RequestError
 from headrace.quant.format_names import LLM_INT8, named_format
 from tests.checkpoint.test_sparse_layouts import LAYERS
 from tests.families import save_model
+from tests.folders import TOKENS, backends, logits_of
 
 LAYOUTS = {
     "bf16": ("sparse-24-bitmask", "compressed", 9),
@@ -36,10 +37,10 @@ def numpy_of(tensor: torch.Tensor) -> np.ndarray:
 def test_bytes_of_the_library(name: str) -> None:
     want = LAYERS[f"want.{name}"]
     if name == "bf16":
-        writer: Any = SparseNumbers("BF16")
+        writer: Any = SparseNumbers("BF16", "wanda")
         parts = {"codes": numpy_of(want).reshape(*want.shape, 2)}
     else:
-        writer = sparse_writer(named_format("int8-row" if name == "int8" else "int8-g32"))
+        writer = sparse_writer(named_format("int8-row" if name == "int8" else "int8-g32"), "wanda")
         scales = numpy_of(LAYERS[f"{name}.weight_scale"])
         parts = {"codes": want.numpy().view(np.uint8) ^ np.uint8(128), "scales": scales}
     found = writer.packed(f"{name}.weight", parts)
@@ -84,7 +85,12 @@ def test_sparse_models_are_read_again(name: str, llama: Path, tmp_path: Path) ->
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     sparsity = config["sparsity_config"]
     assert (sparsity["format"], sparsity["sparsity_structure"]) == (layout, "2:4")
-    assert "lm_head" in sparsity["ignore"]
+    assert "lm_head" in sparsity["ignore"] and sparsity["prune"] == "magnitude"
+    assert "out: two of four weights are 0, pruned by magnitude;" in sparse.notes[0]
+    truth, executable = backends(sparse, "")
+    exact, got = logits_of(truth, [TOKENS]), logits_of(executable, [TOKENS])
+    assert np.linalg.norm(got - exact) < 0.03 * np.linalg.norm(exact)
+    assert np.array_equal(got, logits_of(executable, [17, 1, 1, TOKENS - 19]))
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     parts = [stored, "bitmask"] if layout != "dense" else [stored]
     nbytes = sum(
@@ -98,9 +104,9 @@ def test_sparse_models_are_read_again(name: str, llama: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["int4-g32-asym", "int3-g32", "nf4", "e4m3-row"])
 def test_formats_without_a_sparse_form(name: str) -> None:
     with pytest.raises(RequestError, match=r"has no format with .*; use bf16, int8 or int4"):
-        sparse_writer(named_format(name))
+        sparse_writer(named_format(name), "wanda")
     with pytest.raises(RequestError, match="does not fit --to llm-int8"):
-        sparse_writer(LLM_INT8)
+        sparse_writer(LLM_INT8, "wanda")
 
 
 @pytest.mark.parametrize(

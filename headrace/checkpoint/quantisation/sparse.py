@@ -51,6 +51,19 @@ def layout_of(config: Config) -> str | None:
     return sparsity["format"] if sparsity and _has_structure(sparsity) else None
 
 
+def sparse_note(config: Any) -> str | None:
+    """A sentence for the user about 2:4 layers; None if the configuration declares none."""
+    sparsity = config.get("sparsity_config") if isinstance(config, dict) else None
+    if not sparsity or sparsity.get("sparsity_structure") != _STRUCTURE:
+        return None
+    prune = sparsity.get("prune")
+    by = f" by {prune[:40]}" if isinstance(prune, str) else ""
+    return (
+        f"two of four weights are 0, pruned{by}; `headrace eval MODEL --reference DENSE` measures "
+        "what the model lost"
+    )
+
+
 def unknown(config: Config) -> Iterator[tuple[str, Any]]:
     """Yield the fields that are not supported."""
     sparsity = config.get("sparsity_config")

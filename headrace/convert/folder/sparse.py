@@ -25,10 +25,13 @@ Values = QuantSpec | str
 """A format of codes, or a name in `PLAIN`."""
 
 
-def sparse_writer(values: Values) -> "SparseNumbers | SparseCodes | SparsePacked":
-    """Raises RequestError for a format that is not bf16, int4 or int8, or has zero points."""
+def sparse_writer(values: Values, prune: str) -> "SparseNumbers | SparseCodes | SparsePacked":
+    """Choose the layout; `prune` is named in the configuration.
+
+    Raises RequestError for a format that is not bf16, int4 or int8, or has zero points.
+    """
     if isinstance(values, str):
-        return SparseNumbers(values)
+        return SparseNumbers(values, prune)
     if values.codebook != "integer" or values.zero != "none" or values.bits not in (4, 8):
         raise RequestError(
             f"--sparsity 2:4 has no format with {values.name}; use bf16, int8 or int4, in groups "
@@ -36,7 +39,7 @@ def sparse_writer(values: Values) -> "SparseNumbers | SparseCodes | SparsePacked
         )
     if values.has_wide_outliers:
         raise RequestError("--sparsity 2:4 does not fit --to llm-int8; use int8-row or w8a8")
-    return SparsePacked(values) if values.bits == 4 else SparseCodes(values)
+    return (SparsePacked if values.bits == 4 else SparseCodes)(values, prune)
 
 
 @frozen
@@ -44,6 +47,7 @@ class SparseNumbers:
     """Writes plain numbers."""
 
     dtype: str
+    prune: str
     packs_embeddings = False
 
     def config(
@@ -52,7 +56,7 @@ class SparseNumbers:
         assert not others
         return {
             "quant_method": "compressed-tensors",
-            "sparsity_config": _sparsity("sparse-24-bitmask", plain_modules, others),
+            "sparsity_config": _sparsity("sparse-24-bitmask", self.prune, plain_modules, others),
         }
 
     def planned(self, name: str, rows: int, cols: int) -> list[PlannedTensor]:
@@ -70,13 +74,16 @@ class SparseCodes:
     """Writes int8 codes, by row or group, with or without int8 activations."""
 
     spec: QuantSpec
+    prune: str
     packs_embeddings = True
 
     def config(
         self, plain_modules: Sequence[str], others: Mapping[str, QuantSpec]
     ) -> dict[str, Any]:
         dense = CompressedTensors(self.spec, packs=False).config(plain_modules, others)
-        return dense | {"sparsity_config": _sparsity("sparse-24-bitmask", plain_modules, others)}
+        return dense | {
+            "sparsity_config": _sparsity("sparse-24-bitmask", self.prune, plain_modules, others)
+        }
 
     def planned(self, name: str, rows: int, cols: int) -> list[PlannedTensor]:
         _, scales = CompressedTensors(self.spec, packs=False).planned(name, rows, cols)
@@ -95,13 +102,14 @@ class SparsePacked:
     """Writes packed codes with their zeros."""
 
     spec: QuantSpec
+    prune: str
     packs_embeddings = True
 
     def config(
         self, plain_modules: Sequence[str], others: Mapping[str, QuantSpec]
     ) -> dict[str, Any]:
         dense = CompressedTensors(self.spec).config(plain_modules, others)
-        return dense | {"sparsity_config": _sparsity("dense", plain_modules, others)}
+        return dense | {"sparsity_config": _sparsity("dense", self.prune, plain_modules, others)}
 
     def planned(self, name: str, rows: int, cols: int) -> list[PlannedTensor]:
         return CompressedTensors(self.spec).planned(name, rows, cols)
@@ -111,12 +119,13 @@ class SparsePacked:
 
 
 def _sparsity(
-    layout: str, plain_modules: Sequence[str], others: Mapping[str, QuantSpec]
+    layout: str, prune: str, plain_modules: Sequence[str], others: Mapping[str, QuantSpec]
 ) -> dict[str, Any]:
     dense_modules = [name for name in others if name != "Embedding"]
     return {
         "format": layout,
         "sparsity_structure": "2:4",
+        "prune": prune,
         "global_sparsity": 0.5,
         "targets": ["Linear"],
         "ignore": [*plain_modules, *dense_modules],
