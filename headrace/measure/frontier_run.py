@@ -10,10 +10,11 @@ from typing import Any, Unpack
 from headrace.convert.quality import Quality, Scorer
 from headrace.convert.spill_file import SpillFile
 from headrace.errors import HeadraceError, RequestError
+from headrace.loader.drafts import model_program
 from headrace.measure.draft_meter import DraftMeter, DraftSpeed
 from headrace.measure.evaluate import MAX_TOKENS, Evaluator
 from headrace.measure.frontier import pareto_frontier
-from headrace.measure.frontier_rungs import Rung, Workshop, rungs_of
+from headrace.measure.frontier_rungs import Form, Rung, Workshop, rungs_of
 from headrace.measure.options import ModelOptions
 from headrace.measure.progress import ProgressCallback, ignore_progress
 from headrace.program.kv import KvGroup, number_bytes
@@ -220,7 +221,7 @@ class _FormMeter:
         form = rung.make()
         # A model keeps the weights of all programs that were attached to it, so each form gets a
         # new one.
-        full = self._evaluator.scorer(self._evaluator.tensors)
+        full = self._full_for(form)
         alone: Scorer | None = None
         try:
             if _fits(form.program.kv_groups, full.executable.program.kv_groups):
@@ -239,6 +240,14 @@ class _FormMeter:
             if alone:
                 alone.close()
             full.close()
+
+    def _full_for(self, form: Form) -> Scorer:
+        """Compile the full model, with the bounds of keys that the form may read."""
+        evaluator = self._evaluator
+        program = model_program(evaluator.config, evaluator.checkpoint)
+        if any(group.has_key_bounds for group in form.program.kv_groups):
+            program = program.with_key_bounds()
+        return evaluator.compile(program, evaluator.tensors, evaluator.config)
 
     def _speed(self, full: Scorer, ours: Scorer) -> tuple[float, float]:
         """Median seconds of a decode step, and the full model's over them; steps take turns."""

@@ -6,6 +6,7 @@ A mode is an entry of `_MODES`: a function that lists its rungs for a model.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Unpack
 
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
@@ -14,11 +15,13 @@ from headrace.errors import RequestError
 from headrace.loader.drafts import model_program
 from headrace.measure.climb_process import run_command
 from headrace.measure.evaluate import SWEEP_FORMATS, Evaluator, target_of
+from headrace.measure.options import ModeOptions
 from headrace.measure.placed_model import main_format
 from headrace.model import trace_model
 from headrace.program.trace import Program
 from headrace.quant.digest import same_content
 from headrace.quant.formats import StoredTensor
+from headrace.quant.kv import BLOCK_SIZE
 from headrace.quant.spec import QuantSpec
 from headrace.record import frozen
 
@@ -92,8 +95,9 @@ class Workshop:
     def config(self) -> EngineConfig:
         return self.evaluator.config
 
-    def with_options(self, **options: int | str) -> Form:
-        return Form(self.checkpoint, replace(self.config, **options))  # type: ignore[arg-type]
+    def mode(self, name: str, kind: str, **options: Unpack[ModeOptions]) -> Rung:
+        """A rung of the model with lossy options."""
+        return Rung(name, kind, lambda: Form(self.checkpoint, replace(self.config, **options)))
 
     def with_tensors(self, tensors: Mapping[str, StoredTensor]) -> Form:
         return Form(replace(self.checkpoint, tensors=tensors), self.config)
@@ -160,13 +164,16 @@ def _windows(workshop: Workshop) -> Iterator[Rung]:
     """Attention windows of a part of the measured context."""
     length = len(workshop.evaluator.pieces[0])
     for share in (4,) if workshop.is_quick else (2, 4, 8):
-        window = length // share
-        if window:
-            yield Rung(
-                f"window {window:,}",
-                "attention",
-                lambda window=window: workshop.with_options(attention_window=window),  # type: ignore[misc]
-            )
+        if window := length // share:
+            yield workshop.mode(f"window {window:,}", "attention", attention_window=window)
+
+
+def _top_blocks(workshop: Workshop) -> Iterator[Rung]:
+    """A part of the measured context's blocks of KV."""
+    blocks = len(workshop.evaluator.pieces[0]) // BLOCK_SIZE
+    for share in (4,) if workshop.is_quick else (2, 4, 8):
+        if count := blocks // share:
+            yield workshop.mode(f"top {count:,} blocks", "attention", attention_top_blocks=count)
 
 
 def _layers(workshop: Workshop) -> Iterator[Rung]:
@@ -207,5 +214,6 @@ _MODES: tuple[Callable[[Workshop], Iterator[Rung]], ...] = (
     _sparse,
     _experts,
     _windows,
+    _top_blocks,
     _layers,
 )

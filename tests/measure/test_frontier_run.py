@@ -26,7 +26,7 @@ def model(write_gguf: Any) -> str:  # noqa: F811
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "text"
-    path.write_text("the quick brown fox jumps over the lazy dog " * 20)
+    path.write_text("the quick brown fox jumps over the lazy dog " * 60)
     return path
 
 
@@ -36,8 +36,8 @@ def frontier(model: str, text: Path, **options: Any) -> Frontier:
     return measure_frontier(
         model,
         text=text,
-        tokens=128,
-        depth=40,
+        tokens=200,
+        depth=200,
         quick=True,
         backend="cpu",
         threads=1,
@@ -51,7 +51,7 @@ def test_frontier_measures_every_form(model: str, text: Path) -> None:
     points = {point.name: point for point in found.points}
     full = found.points[0]
     assert (full.name, full.loss, full.gain, full.draft) == (model, 0.0, 1.0, None)
-    assert not found.left_out and found.depth == 40
+    assert not found.left_out and found.depth == 200
 
     eight, three = points["int8-g32"], points["int3-g32"]
     assert 0 < eight.loss < three.loss
@@ -60,8 +60,10 @@ def test_frontier_measures_every_form(model: str, text: Path) -> None:
     assert eight.draft.acceptance >= three.draft.acceptance
     half = points["1 of 2 layers"]
     assert half.loss > eight.loss and half.step_bytes < full.step_bytes
-    window = points["window 10"]
+    window = points["window 50"]
     assert window.loss > 0 and window.draft is None and window.step_bytes < full.step_bytes
+    best = points["top 1 blocks"]
+    assert best.draft and best.step_bytes < full.step_bytes
     assert all(point.decode > 0 and point.gain > 0 for point in found.points)
     assert any(step.startswith("form 1 of ") for step in steps)
 
