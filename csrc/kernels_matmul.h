@@ -144,6 +144,16 @@ HR_INLINE Vf weight_sums(const W& w, const GroupScale<U.scales>& s) {
   }
 }
 
+// The dots of one row and a group, in four sums: a dot waits for the one before it in its sum.
+// Any order is exact.
+template <Unit U, class W>
+HR_INLINE Vi dots_of_row(Vi start, const W& w, const int8_t* x) {
+  Vi sums[4] = {start, set1(0), set1(0), set1(0)};
+  each<4>([&](int i)
+              HR_INLINE_LAMBDA { dots<U.code_bits(), 2, 1>(sums + i, w + 2 * i, x + 8 * i); });
+  return add(add(sums[0], sums[1]), add(sums[2], sums[3]));
+}
+
 // Rows m .. m + N - 1 of a block times a group, their integer sums together.
 template <Unit U, int N, class W>
 HR_INLINE void add_group(Vf* acc, const W& w, const GroupScale<U.scales>& s, const uint8_t* group,
@@ -156,7 +166,10 @@ HR_INLINE void add_group(Vf* acc, const W& w, const GroupScale<U.scales>& s, con
     Vi sums[N];
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++) sums[i] = start_of_sum<U>(zero_sums[i], s.shifted);
-    dots<U.code_bits(), 8, N>(sums, w, x);
+    if constexpr (N == 1 && kMaxRows >= 16)
+      sums[0] = dots_of_row<U>(sums[0], w, x);
+    else
+      dots<U.code_bits(), 8, N>(sums, w, x);
 #pragma GCC unroll 4
     for (int i = 0; i < N; i++)
       acc[i] = fma(to_float(sums[i]), mul(s.scale, set1(scales[i])), acc[i]);

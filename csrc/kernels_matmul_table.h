@@ -25,7 +25,7 @@ HR_INLINE GroupScale<Scales::kTable> table_scale(const uint8_t* tile, const Tile
 template <Unit U>
 HR_INLINE auto table_codes(const uint8_t* lines, const TileShape& shape) {
   if constexpr (U.sparse)
-    return SparseCodes<U>{lines};
+    return SpreadLines(SparseCodes<U>{lines});
   else
     return GroupCodes<U>{lines, 0, shape.lookup.codes};
 }
@@ -45,8 +45,8 @@ void matmul_table(const uint8_t* tile, const TileShape& shape, const uint8_t* bl
     if constexpr (U.is_lookup()) s.scale = mul(s.scale, set1(shape.lookup.unit));
     const int end = g + groups < shape.units ? g + groups : shape.units;
     for (; g < end; g++, codes += bytes, block += q8_group_bytes(Offset) * Rows) {
-      if constexpr (Rows >= kRowsToFetchFor)
-        for (int line = 0; line < bytes; line += 64) prefetch_l2(codes + kFetchAhead + line);
+      // Also for a single row, which takes 2.3 times as long without.
+      for (int line = 0; line < bytes; line += 64) prefetch_l2(codes + kFetchAhead + line);
       add_whole_group<U, Rows, Offset>(acc, table_codes<U>(codes, shape), s, block);
     }
   }

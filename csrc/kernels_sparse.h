@@ -20,3 +20,21 @@ struct SparseCodes {
 HR_INLINE Vb sparse_pairs(const uint8_t* lines, int j, int half) {
   return spread(load_bytes(lines + 64 * (1 + j)), load_bytes(lines), j, kSpreadShorts[half]);
 }
+
+// The lines of a group, spread once for all rows of a block: a compiler would spread them again
+// for each pair of rows.
+struct SpreadLines {
+  Vb lines[8];
+  int first = 0;
+
+  template <Unit U>
+  HR_INLINE explicit SpreadLines(const SparseCodes<U>& w) {
+    each<8>([&](int j) HR_INLINE_LAMBDA { lines[j] = w[j]; });
+  }
+  HR_INLINE Vb operator[](int j) const { return lines[first + j]; }
+  HR_INLINE SpreadLines operator+(int more) const {
+    SpreadLines rest = *this;
+    rest.first += more;
+    return rest;
+  }
+};
