@@ -46,6 +46,9 @@ class WeightLayout:
     rows_in_int8: bool = False
     # Whether activations above 6 stay floats (LLM.int8, Dettmers et al. 2022)
     outliers: bool = False
+    # 2:4: codes are those of the kept values, laid out as `kept`. A word of 32 bits has the
+    # places of 32 columns, a bit for each, and words are [words of a row, rows].
+    is_sparse: bool = False
 
     @property
     def is_wide(self) -> bool:
@@ -67,6 +70,8 @@ class WeightLayout:
             words.append("rows in int8")
         if self.outliers:
             words.append("outliers")
+        if self.is_sparse:
+            words.append("2:4")
         return " ".join(words)
 
     @property
@@ -77,6 +82,11 @@ class WeightLayout:
         return 2 if self.store == "int8" and not self.rows_in_int8 else 1
 
     @property
+    def kept(self) -> "WeightLayout":
+        """Layout of the kept values of a 2:4 matrix, which have half of its columns."""
+        return replace(self, tile=self.tile // 2, group=self.group // 2, is_sparse=False)
+
+    @property
     def part(self) -> int:
         """Columns of a plane: stored words of a tile."""
         return self.tile // self.planes
@@ -85,8 +95,14 @@ class WeightLayout:
         return -(-cols // self.tile) * self.tile
 
     def row_bytes(self, cols: int) -> int:
+        if self.is_sparse:
+            return self.kept.row_bytes(cols // 2)
         cols = self.padded_cols(cols)
         return cols // 2 if self.store == "int4" else cols * _BYTES[self.store]
+
+    def place_words(self, cols: int) -> int:
+        """32-bit words per row with the places of 2:4 weights."""
+        return self.padded_cols(cols) // 32 if self.is_sparse else 0
 
     def num_groups(self, cols: int) -> int:
         return -(-self.padded_cols(cols) // self.group) if self.group else 1
@@ -105,17 +121,16 @@ class WeightLayout:
         tables = sum(
             self.table_words(number, cols) for number in (self.scale, self.zero_store) if number
         )
-        return rows * (self.row_bytes(cols) + 4 * tables) + 4 * len(self.lookup)
+        words = tables + self.place_words(cols)
+        return rows * (self.row_bytes(cols) + 4 * words) + 4 * len(self.lookup)
 
 
 def layout_of(tensor: StoredTensor) -> WeightLayout:
-    """GPU layout of a stored tensor: lossless, with the same bits per code or the next size.
-
-    2:4 weights are stored with all their zeros, as the dense matrix.
-    """
+    """GPU layout of a stored tensor: lossless, with the same bits per code or the next size."""
     form, spec = tensor.format, tensor.format.spec
+    is_sparse = spec is not None and spec.is_sparse
     if form.is_bf16:
-        return WeightLayout("bf16")
+        return WeightLayout("bf16", is_sparse=is_sparse)
     if form.name in _PLAIN:
         return WeightLayout(_PLAIN[form.name])
     if form.needs_rows_in_int8:
@@ -127,6 +142,7 @@ def layout_of(tensor: StoredTensor) -> WeightLayout:
             scale="f32",
             rows_in_int8=True,
             outliers=spec.has_wide_outliers,
+            is_sparse=is_sparse,
         )
     if spec is None or not (form.split or form.table_rows or form.name.startswith("MXFP4")):
         return WeightLayout("f32")
@@ -160,6 +176,7 @@ def _quantised(form: Format, spec: QuantSpec) -> WeightLayout:
             zero_store=None if spec.zero == "none" else _scale_store(spec, spec.zero_type),
             offset=offset,
             lookup=tuple(CODEBOOKS[spec.codebook]) if is_looked_up else (),
+            is_sparse=spec.is_sparse,
         )
     )
 

@@ -14,7 +14,7 @@ from headrace.backend.cuda.upload import in_threads, upload
 from headrace.errors import UnsupportedModelError
 from headrace.quant.dequantise import BlockScales
 from headrace.quant.formats import StoredTensor
-from headrace.quant.sparse import spread
+from headrace.quant.sparse import check_places
 from headrace.quant.spec import CODEBOOKS, POWERS, Codebook, QuantSpec, floats
 
 _CHUNK_CODES = 1 << 22  # Codes that a thread of the host unpacks at a time
@@ -46,6 +46,7 @@ class CodeRows(NamedTuple):
     ]  # [rows, cols] integers, or numbers of what is looked up, or the bits of small floats
     scales: NDArray[np.float32] | BlockScales  # [rows, scales of a row]
     zeros: NDArray[np.float32] | BlockScales | None
+    places: NDArray[np.uint8] | None = None  # [rows, bytes of a row], of 2:4 weights
 
 
 class PackedWeight(NamedTuple):
@@ -60,13 +61,14 @@ class PackedWeight(NamedTuple):
     layout: WeightLayout
     rows: int
     cols: int
-    codes: torch.Tensor  # [rows, tiles of a row in bytes or numbers]
+    codes: torch.Tensor  # [rows, tiles of a row in bytes or numbers]; of 2:4, the kept ones
     scales: torch.Tensor | None = None
     zeros: torch.Tensor | None = None
     lookup: torch.Tensor | None = None  # [16]
     column_order: torch.Tensor | None = (
         None  # [cols] columns of activations in the order in which a row has them
     )
+    places: torch.Tensor | None = None  # int32 [words of a row, rows], of 2:4 weights
     whole_rows: int = 0  # Rows of all ranks, if this is a rank's share; else 0
 
 
@@ -82,6 +84,9 @@ def pack(tensors: Sequence[StoredTensor], layout: WeightLayout | None = None) ->
     codes = torch.empty(rows, layout.row_bytes(cols) // dtype.itemsize, dtype=dtype, device=DEVICE)
     scales = empty_table(layout, layout.scale, rows, cols)
     zeros = empty_table(layout, layout.zero_store, rows, cols)
+    places = None
+    if layout.is_sparse:
+        places = torch.empty(layout.place_words(cols), rows, dtype=torch.int32, device=DEVICE)
 
     first = 0
     for tensor in tensors:
@@ -95,6 +100,9 @@ def pack(tensors: Sequence[StoredTensor], layout: WeightLayout | None = None) ->
                 codes[first:last, cols:] = 0
             else:
                 part_codes, last = part, first + len(part.codes)
+                if places is not None:
+                    assert part_codes.places is not None
+                    places[:, first:last] = _place_words(part_codes.places, layout, cols)
                 codes[first:last] = _stored_codes(part_codes.codes, layout)
                 if layout.store == "int4" and layout.zero == "point":
                     _check_zero_points(tensor, part_codes.zeros)
@@ -122,6 +130,7 @@ def pack(tensors: Sequence[StoredTensor], layout: WeightLayout | None = None) ->
         zeros=as_words(zeros),
         lookup=lookup,
         column_order=columns,
+        places=places,
     )
 
 
@@ -129,7 +138,7 @@ def _unpacked(
     tensor: StoredTensor, layout: WeightLayout, rows: NDArray[np.int64]
 ) -> CodeRows | NDArray[Any]:
     """Unpack rows for a layout. Plain numbers stay as they are stored, bf16 as int16."""
-    if layout.scale is not None:
+    if layout.scale is not None or layout.is_sparse:
         return code_rows(tensor, rows)
     dtype = _PLAIN_NUMBERS.get(tensor.format.name)
     if dtype is None:
@@ -165,12 +174,11 @@ def code_rows(tensor: StoredTensor, rows: NDArray[np.int64]) -> CodeRows:
         part_codes = form.table_rows(parts, stored)
         codes: NDArray[Any] = part_codes.codes
         if part_codes.places is not None:
-            middle = np.uint8(1 << spec.bits - 1)
-            codes = spread(codes ^ middle, part_codes.places) ^ middle
+            check_places(part_codes.places, tensor.cols)
         if spec.codebook == "integer" and spec.zero == "none":
             codes = codes.astype(np.int16) - np.int16(1 << spec.bits - 1)
         zeros = None if part_codes.zeros is None else floats(part_codes.zeros, spec.zero_type)
-        return CodeRows(codes, floats(part_codes.scales, spec.scale), zeros)
+        return CodeRows(codes, floats(part_codes.scales, spec.scale), zeros, part_codes.places)
     if form.split:
         blocks = np.ascontiguousarray(parts["codes"][stored])
         split, number = form.split(blocks.reshape(-1, form.nbytes)), len(rows)
@@ -270,8 +278,19 @@ def _table(
     return repeated.reshape(len(table), 2, -1).transpose(1, 2) if pairs else repeated
 
 
+def _place_words(places: NDArray[np.uint8], layout: WeightLayout, cols: int) -> torch.Tensor:
+    # [words of a row, rows]
+    return _padded(places, layout.padded_cols(cols) // 8).view(torch.int32).T
+
+
 def _stored_codes(codes: NDArray[Any], layout: WeightLayout) -> torch.Tensor:
     # [rows, cols] padded to whole tiles
+    if layout.is_sparse:
+        return _stored_codes(codes, layout.kept)
+    if layout.store == "bf16":
+        return _padded(codes.view(np.int16), layout.padded_cols(codes.shape[1])).view(
+            _TYPES["bf16"]
+        )
     padded = _padded(
         codes,
         layout.padded_cols(codes.shape[1]),

@@ -35,6 +35,11 @@ def random_weight(layout: WeightLayout, rows: int, cols: int, device: torch.devi
     lookup = (
         torch.tensor(layout.lookup, dtype=torch.float32, device=device) if layout.lookup else None
     )
+    places = None
+    if layout.is_sparse:
+        places = torch.full(
+            (layout.place_words(cols), rows), 0x33333333, dtype=torch.int32, device=device
+        )
     return PackedWeight(
         layout=layout,
         rows=rows,
@@ -43,4 +48,5 @@ def random_weight(layout: WeightLayout, rows: int, cols: int, device: torch.devi
         scales=table(layout.scale, scale),
         zeros=zeros,
         lookup=lookup,
+        places=places,
     )

@@ -111,6 +111,7 @@ ALL = [
             "e5m2-row",
         )
     ),
+    *(Case("1b", name, rows=(1, 512)) for name in ("int8-row-2:4", "int4-2:4", "bf16-2:4")),
     Case("1b", "F32", "f32", activations=torch.float32),
     Case("biased", "BF16", "f16", rows=(1, 512)),
     Case("biased", "BF16", "int8", rows=(1, 512)),

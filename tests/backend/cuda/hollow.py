@@ -18,7 +18,7 @@ from headrace.checkpoint.key_biases import split_key_biases
 from headrace.model import tensor_shapes
 from headrace.model.spec import ExpertSpec, MlaSpec, ModelSpec, RopeSpec
 from headrace.quant.formats import FORMATS, StoredTensor, plain_table
-from tests.tables import KINDS
+from tests.tables import KINDS, SPARSE_KINDS
 
 
 def _llama(
@@ -151,10 +151,14 @@ def hollow_tensor(name: str, format: str, shape: tuple[int, ...]) -> StoredTenso
     `tests/tables.py`.
     """
     rows, cols = prod(shape[:-1]), shape[-1]
-    if format in KINDS:
-        form, spec = plain_table(KINDS[format]), KINDS[format]
-        tables = (rows, spec.num_scales(cols))
-        shapes = {"codes": (rows, cols), "scales": tables, "zeros": tables}
+    if spec := (KINDS | SPARSE_KINDS).get(format):
+        form, tables = plain_table(spec), (rows, spec.num_scales(cols))
+        shapes = {
+            "codes": (rows, spec.num_codes(cols)),
+            "scales": tables,
+            "zeros": tables,
+            "places": (rows, -(-cols // 8)),
+        }
     else:
         form = FORMATS[format]
         shapes = {

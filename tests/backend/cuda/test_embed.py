@@ -53,7 +53,7 @@ def test_all_stored_formats_are_tried() -> None:
 def test_bytes_are_those_that_were_counted(name: str) -> None:
     stored = random_matrix(name, 6, 3, 1)
     weight = pack([stored])
-    tensors = (weight.codes, weight.scales, weight.zeros, weight.lookup)
+    tensors = (weight.codes, weight.scales, weight.zeros, weight.lookup, weight.places)
     assert layout_of(stored).nbytes(6, stored.cols) == sum(
         tensor.nbytes for tensor in tensors if tensor is not None
     )

@@ -98,16 +98,24 @@ def embed_kernel(
     number = tl.minimum(tl.maximum(number - first, 0), num_rows - 1).to(tl.int64)
     inside = columns_of < columns
     k = tl.where(inside, columns_of, 0)
-    part: tl.constexpr = FORMAT.tile // FORMAT.planes
-    at = k // FORMAT.tile * part + k % part
-    stored = tl.load(codes + number * (padded // FORMAT.planes) + at)
+    of: tl.constexpr = FORMAT if FORMAT.kept is None else FORMAT.kept
+    part: tl.constexpr = of.tile // of.planes
+    group = k // FORMAT.group if FORMAT.group else k * 0
+    is_kept = inside
+    if FORMAT.kept is not None:
+        bits = tl.load(zeros + k // 32 * num_rows + number) >> (k // 4 % 8 * 4)
+        before = bits & ((1 << k % 4) - 1)
+        is_kept = (bits >> k % 4) & 1 != 0
+        k = k // 4 * 2 + tl.where(is_kept & (before != 0), 1, 0)
+        padded = padded // 2
+    at = k // of.tile * part + k % part
+    stored = tl.load(codes + number * (padded // of.planes) + at)
     if FORMAT.scale != "":
         stored = plane_codes(stored, k // part % FORMAT.planes, FORMAT.planes)
         lookup_kind: tl.constexpr = FORMAT.lookup
         scale_kind: tl.constexpr = FORMAT.scale
         zero_kind: tl.constexpr = FORMAT.zero_store
         values = decode(stored, lookup, FORMAT.offset, lookup_kind)
-        group = k // FORMAT.group if FORMAT.group else k * 0
         scale = _numbers(scales, group, number, num_rows, scale_kind, FORMAT.group)
         if FORMAT.zero != "none":
             zero = _numbers(zeros, group, number, num_rows, zero_kind, FORMAT.group)
@@ -119,4 +127,6 @@ def embed_kernel(
             values = values * scale
     else:
         values = stored.to(tl.float32)
+    if FORMAT.kept is not None:
+        values = tl.where(is_kept, values, 0.0)
     tl.store(out + row.to(tl.int64) * out_stride + columns_of, values, mask=inside)

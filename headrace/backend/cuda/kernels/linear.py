@@ -84,8 +84,8 @@ def _sum(
     """Sum some ranges of columns of a product, one range after the other: [rows, rows of x]."""
     if FORMAT.family == "int8 rows" or FORMAT.family == "int8 rows, outliers":
         sums = int8_product(
-            x_codes, x_scales, x, m, mask, code_offsets, offsets, columns, codes, scales, rows,
-            FORMAT,
+            x_codes, x_scales, x, m, mask, code_offsets, offsets, columns, codes, scales, zeros,
+            rows, num_rows, FORMAT,
         )  # fmt: skip
     elif SPLITS == 1:
         sums = product(

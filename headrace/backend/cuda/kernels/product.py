@@ -209,6 +209,26 @@ def _tile_numbers(words, scales, zeros, lookup, tile, rows, num_rows, FORMAT: tl
 
 
 @triton.jit
+def _spread(kept, places, tile, rows, num_rows, FORMAT: tl.constexpr):
+    """Put the kept values of a tile of 2:4 weights to their columns, and 0 to all others."""
+    quads: tl.constexpr = FORMAT.tile // 4
+    quad = tl.arange(0, quads)
+    word = tile * (FORMAT.tile // 32) + quad // 8
+    words = tl.load(places + word[None, :] * num_rows + rows[:, None])
+    bits = words >> (quad % 8 * 4)[None, :]
+    first, second = tl.split(tl.reshape(kept, [rows.shape[0], quads, 2]))
+    none = tl.zeros_like(first)
+    has_0, has_1, has_2, has_3 = bits & 1 != 0, bits & 2 != 0, bits & 4 != 0, bits & 8 != 0
+    even = tl.join(
+        tl.where(has_0, first, none), tl.where(has_2, tl.where(has_3, first, second), none)
+    )
+    odd = tl.join(
+        tl.where(has_1, tl.where(has_0, second, first), none), tl.where(has_3, second, none)
+    )
+    return tl.reshape(tl.join(even, odd), [rows.shape[0], FORMAT.tile])
+
+
+@triton.jit
 def _activations(x, offsets, mask, order, first, columns, FORMAT: tl.constexpr):
     """Load a tile of rows of x from a column on, in the matrix's order; 0 after the last column."""
     k = first + tl.arange(0, FORMAT.tile)
@@ -232,13 +252,16 @@ def product(
     """Multiply some rows of a weight with rows of x at `offsets`, over a range of tiles of columns,
     UNROLL of them in a round of the loop: float32 [rows, rows of x].
     """
-    part: tl.constexpr = FORMAT.tile // FORMAT.planes
+    stored: tl.constexpr = FORMAT if FORMAT.kept is None else FORMAT.kept
+    part: tl.constexpr = stored.tile // stored.planes
     num_tiles = tl.cdiv(columns, FORMAT.tile)
     at = codes + rows.to(tl.int64)[:, None] * (num_tiles * part) + tl.arange(0, part)[None, :]
     sums = tl.zeros([rows.shape[0], offsets.shape[0]], tl.float32)
     for tile in tl.range(first_tile, last_tile, loop_unroll_factor=UNROLL):
         words = tl.load(at + tile * part)
-        w = _tile_numbers(words, scales, zeros, lookup, tile, rows, num_rows, FORMAT)
+        w = _tile_numbers(words, scales, zeros, lookup, tile, rows, num_rows, stored)
+        if FORMAT.kept is not None:
+            w = _spread(w, zeros, tile, rows, num_rows, FORMAT)
         a = _activations(x, offsets, mask, order, tile * FORMAT.tile, columns, FORMAT)
         sums = tl.dot(w, tl.trans(a), sums, input_precision=FORMAT.precision)
     return sums
@@ -246,8 +269,8 @@ def product(
 
 @triton.jit
 def int8_product(
-    x_codes, x_scales, x, m, mask, code_offsets, offsets, columns, codes, scales, rows,
-    FORMAT: tl.constexpr,
+    x_codes, x_scales, x, m, mask, code_offsets, offsets, columns, codes, scales, places, rows,
+    num_rows, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Multiply an int8 matrix with int8 rows [rows, whole tiles], both scaled by row; sums are
     exact: float32 [rows, rows of x].
@@ -257,11 +280,14 @@ def int8_product(
     """
     k = tl.arange(0, FORMAT.tile)
     num_tiles = tl.cdiv(columns, FORMAT.tile)
-    at = codes + rows.to(tl.int64)[:, None] * (num_tiles * FORMAT.tile) + k[None, :]
+    stored: tl.constexpr = FORMAT.tile if FORMAT.kept is None else FORMAT.tile // 2
+    at = codes + rows.to(tl.int64)[:, None] * (num_tiles * stored) + tl.arange(0, stored)[None, :]
     exact = tl.zeros([rows.shape[0], m.shape[0]], tl.int32)
     wide = tl.zeros([rows.shape[0], m.shape[0]], tl.float32)
     for tile in range(0, num_tiles):
-        w = tl.load(at + tile * FORMAT.tile)
+        w = tl.load(at + tile * stored)
+        if FORMAT.kept is not None:
+            w = _spread(w, places, tile, rows, num_rows, FORMAT)
         first = tile * FORMAT.tile
         a = tl.load(x_codes + code_offsets[:, None] + (first + k)[None, :], mask[:, None], 0)
         exact = tl.dot(w, tl.trans(a), exact, out_dtype=tl.int32)

@@ -1,5 +1,6 @@
 """Constants and tables of a packed matrix, as the kernels that read it need them."""
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -39,6 +40,7 @@ class WeightFormat:
     compute: Literal["bf16", "f32"]
     precision: Literal["ieee", "tf32"]
     decoder: Decoder
+    kept: "WeightFormat | None" = None  # Of 2:4 weights, the matrix of their kept values
 
 
 def weight_format(
@@ -46,6 +48,11 @@ def weight_format(
 ) -> WeightFormat:
     """Describe the product of a weight with activations of a type, or with rows in int8."""
     layout = weight.layout
+    if layout.is_sparse:
+        half = weight._replace(layout=layout.kept, cols=weight.cols // 2)
+        kept = weight_format(half, activations, in_int8=in_int8)
+        whole = weight.cols % layout.tile == 0
+        return replace(kept, tile=layout.tile, group=layout.group, is_whole=whole, kept=kept)
     is_wide = activations == torch.float32 or layout.is_wide
     is_e2m1 = layout.lookup == CODEBOOKS["e2m1"]
     return WeightFormat(
@@ -97,11 +104,19 @@ def decoder_of(layout: WeightLayout) -> Decoder:
 
 
 def weight_args(weight: PackedWeight) -> tuple[Any, ...]:
-    """Tensors of a weight as kernel arguments; the codes stand in for absent tables."""
+    """Tensors of a weight as kernel arguments; the codes stand in for absent tables.
+
+    2:4 weights have no zeros, and their places come as that argument.
+    """
     codes = weight.codes
     return codes, *(
         codes if t is None else t
-        for t in (weight.scales, weight.zeros, weight.lookup, weight.column_order)
+        for t in (
+            weight.scales,
+            weight.zeros if weight.places is None else weight.places,
+            weight.lookup,
+            weight.column_order,
+        )
     )
 
 
