@@ -21,6 +21,7 @@ from headrace.sampling_params import SamplingParams
 from headrace.speculation.proposers import make_proposers
 from tests.backend.stored import random_stored
 from tests.late import LateExecutable
+from tests.tables import SPARSE_KINDS, random_table
 
 BLOCK_SIZE = {"cpu": 32, "cuda": 4, "reference": 4}
 """Tokens per KV block, by backend: as few as the backend allows, so that short texts need many."""
@@ -69,7 +70,7 @@ def tiny_model(
 
 
 def random_tensors(spec: ModelSpec, seed: int, format: str = "F32") -> Tensors:
-    """Return random tensors: matrices in a stored format, and vectors near 1 in F32."""
+    """Return random tensors: matrices in a stored or a 2:4 format, and vectors near 1 in F32."""
     rng = np.random.default_rng(seed)
     tensors, shapes = {}, tensor_shapes(spec)
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in shapes))
@@ -88,7 +89,8 @@ def random_tensors(spec: ModelSpec, seed: int, format: str = "F32") -> Tensors:
                 name, 1.5
             )  # logits neither flat nor certain
             scale = gain / shape[1] ** 0.5
-            tensors[name] = random_stored(
+            make = random_table if format in SPARSE_KINDS else random_stored
+            tensors[name] = make(
                 format, *shape, seed=int(rng.integers(2**32)), name=name, scale=scale
             )
     return tensors

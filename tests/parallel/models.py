@@ -25,7 +25,8 @@ def models(draw: st.DrawFn) -> tuple[ModelSpec, Tensors]:
     kv_heads, group = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     heads, head_dim = kv_heads * group, draw(st.sampled_from([4, 8, 32]))
     in_blocks = heads * head_dim % 32 == 0
-    stored = draw(st.sampled_from(["Q4_0", "Q8_0"] if in_blocks else ["F32", "BF16", "I8_ROW"]))
+    any_width = ["F32", "BF16", "I8_ROW", "bf16-2:4", "int8-row-2:4"]
+    stored = draw(st.sampled_from(["Q4_0", "Q8_0", "int4-2:4"] if in_blocks else any_width))
     dim = 32 * draw(st.integers(1, 3))
     constants = {
         "head_dim": head_dim,
