@@ -259,6 +259,12 @@ void soft_cap(Plan& p, int out, int x, float cap) {
   p.add_op(make_soft_cap(out, x, cap));
 }
 
+void exit_choice(Plan& p, int out, int early, int late, float min_margin) {
+  check_alike(buffer(p, out), floats(p, early));
+  if (late != -1) check_alike(p.buffer(out), floats(p, late));
+  p.add_op(make_exit_choice(out, early, late, min_margin));
+}
+
 void gate_rows(Plan& p, int out, int x, int gate) {
   check_alike(buffer(p, out), floats(p, x));
   require(floats(p, gate).width == 1 && p.buffer(gate).rows == p.buffer(out).rows,
@@ -548,6 +554,7 @@ void bind_ops(nb::class_<Plan>& c) {
       .def("activate", &activate)
       .def("scale", &scale)
       .def("soft_cap", &soft_cap)
+      .def("exit_choice", &exit_choice)
       .def("gate_rows", &gate_rows)
       .def("linear", &linear)
       .def("linear_activate", &linear_activate)

@@ -336,6 +336,59 @@ class SoftCap : public RowWriter {
   const float cap_;
 };
 
+// The probability of the best token less that of the next best; NaN for logits that are
+// not finite. Tokens far below the best are left out of the sum: all of them add less than
+// its rounding.
+double margin(const Kernels& kernels, const float* logits, int size) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity(), kFar = 30;
+  thread_local std::vector<float> peaks;
+  const int tiles = (size + kTileRows - 1) / kTileRows;
+  peaks.resize(static_cast<size_t>(tiles));
+  if (!kernels.peaks(logits, size, peaks.data())) return std::numeric_limits<double>::quiet_NaN();
+  const auto each = [&](float floor, auto&& visit) {
+    for (int tile = 0; tile < tiles; tile++) {
+      if (peaks[static_cast<size_t>(tile)] < floor) continue;
+      const int begin = kTileRows * tile, end = std::min(size, begin + kTileRows);
+      for (int i = begin; i < end; i++) visit(logits[i]);
+    }
+  };
+
+  const float best = *std::max_element(peaks.begin(), peaks.end());
+  if (!std::isfinite(best)) return std::numeric_limits<double>::quiet_NaN();
+  double sum = 0;
+  float next = -kInfinity;
+  bool is_first = true;  // of the tokens that equal the best
+  each(best - kFar, [&](float x) {
+    sum += std::exp(static_cast<double>(x) - best);
+    if (x == best && is_first)
+      is_first = false;
+    else
+      next = std::max(next, x);
+  });
+  return (1 - std::exp(static_cast<double>(next) - best)) / sum;
+}
+
+class ExitChoice : public RowWriter {
+ public:
+  ExitChoice(int out, int early, int late, float min_margin)
+      : RowWriter("exit_choice", out), early_(early), late_(late), min_margin_(min_margin) {}
+
+ private:
+  void compute(const Plan& plan, const Step&, int row, float* y) override {
+    const int width = plan.buffer(out_).width;
+    const float* early = plan.buffer(early_).row(row);
+    if (margin(plan.kernels(), early, width) >= min_margin_)  // false for NaN
+      std::copy_n(early, width, y);
+    else if (late_ >= 0)
+      std::copy_n(plan.buffer(late_).row(row), width, y);
+    else
+      std::fill_n(y, width, std::numeric_limits<float>::quiet_NaN());
+  }
+
+  const int early_, late_;
+  const float min_margin_;
+};
+
 class GateRows : public RowWriter {
  public:
   GateRows(int out, int x, int gate) : RowWriter("gate_rows", out), x_(x), gate_(gate) {}
@@ -394,6 +447,9 @@ std::unique_ptr<Op> make_activate(int out, int x, Activation activation) {
 }
 std::unique_ptr<Op> make_scale(int out, int x, float factor) {
   return std::make_unique<Scale>(out, x, factor);
+}
+std::unique_ptr<Op> make_exit_choice(int out, int early, int late, float min_margin) {
+  return std::make_unique<ExitChoice>(out, early, late, min_margin);
 }
 std::unique_ptr<Op> make_soft_cap(int out, int x, float cap) {
   return std::make_unique<SoftCap>(out, x, cap);

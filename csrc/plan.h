@@ -360,6 +360,8 @@ std::unique_ptr<Op> make_glu(int out, int gate, int up, Activation activation);
 std::unique_ptr<Op> make_activate(int out, int x, Activation activation);
 std::unique_ptr<Op> make_scale(int out, int x, float factor);
 std::unique_ptr<Op> make_soft_cap(int out, int x, float cap);
+// Rows of `early` if their margin is at least `min_margin`, else of `late`, or NaN if it is -1.
+std::unique_ptr<Op> make_exit_choice(int out, int early, int late, float min_margin);
 // x / (1 + exp(-gate)), where a gate is one number for its row.
 std::unique_ptr<Op> make_gate_rows(int out, int x, int gate);
 // What comes before a linear op over these weights: the first half of what adapters add

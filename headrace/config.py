@@ -13,9 +13,9 @@ LatentAttention = Literal["plain", "absorbed"]
 RopeScaling = Literal["none", "linear", "yarn"]
 AcceptanceMethod = Literal["exact", "rejection", "typical"]
 
-LOSSY_OPTIONS = ("attention_window", "attention_sinks", "attention_top_blocks")
+LOSSY_OPTIONS = ("attention_window", "attention_sinks", "attention_top_blocks", "early_exit")
 """Options that make another model of a model. `headrace eval` takes them and measures the loss."""
-LOSSY_FILES: tuple[str, ...] = ()
+LOSSY_FILES: tuple[str, ...] = ("early_exit",)
 """Those of the options that name a calibration file."""
 
 
@@ -124,6 +124,11 @@ class EngineConfig:
     first block and the last two, by bounds of their scores (Quest, Tang et al. 2024);
     0: all blocks. Decoding then reads this part of a long context. It is lossy and
     changes tokens; `cpu` and `reference` only.
+    """
+    early_exit: str = ""
+    """Calibration file of an early exit (`headrace calibrate --early-exit`): a token that is
+    clear after the first layers leaves out the others. It is lossy and changes tokens. The
+    proposer `self_draft` or `auto` makes it faster.
     """
 
     batching: Literal["inflight", "static"] = "inflight"
@@ -265,7 +270,7 @@ class EngineConfig:
     @property
     def lossy_modes(self) -> tuple[str, ...]:
         """A description of each lossy mode in use."""
-        descriptions = (self._window_loss, self._top_blocks_loss)
+        descriptions = (self._window_loss, self._top_blocks_loss, self._exit_loss)
         return tuple(filter(None, descriptions))
 
     @property
@@ -283,6 +288,12 @@ class EngineConfig:
             "attends to the first, the last 2 and the best "
             f"{self.attention_top_blocks:,} blocks of 32 tokens"
         )
+
+    @property
+    def _exit_loss(self) -> str:
+        if not self.early_exit:
+            return ""
+        return f"takes clear tokens from the first layers (early exit, {self.early_exit})"
 
 
 @frozen

@@ -11,12 +11,12 @@ from headrace.quant.digest import tensors_digest
 
 
 def fingerprint(checkpoint: Checkpoint, tokenizer: Tokenizer) -> str:
-    """Hash the specification without its context, the vocabulary, and three rows of each tensor.
+    """Hash the specification without a run's options, the vocabulary, and three rows of tensors.
 
     It detects mistakes, not forgeries, and reads little of the model.
     """
     digest = blake2b(digest_size=16)
-    digest.update(repr(replace(checkpoint.spec, context=0)).encode())
+    digest.update(repr(replace(checkpoint.spec, context=0, early_exit=None)).encode())
     digest.update(
         repr((sorted(tokenizer.eos_ids), sorted(tokenizer.special_ids), tokenizer.bos_id)).encode()
     )

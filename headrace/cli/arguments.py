@@ -114,6 +114,12 @@ _MODES: dict[str, tuple[str, type, str]] = {
         "lossy: number of blocks of 32 tokens that layers choose for each token, besides the "
         "first block and the last two; 0: all blocks",
     ),
+    "early_exit": (
+        "FILE",
+        str,
+        "lossy: calibration file of an early exit, of `headrace calibrate --early-exit`; the "
+        "proposer self_draft or auto makes it faster",
+    ),
 }
 """Metavar, type and help of each of `LOSSY_OPTIONS`."""
 

@@ -1,9 +1,12 @@
 """Measure whether speculative decoding saves time for a model on this machine, and how deep to
-draft; or with `--machine` the speed of this machine's kernels.
+draft; or the early exit of a model; or with `--machine` the speed of this machine's kernels.
 
-The model writes a text, and each draft model predicts every token of it. A draft model is the
-first layers of the model itself, or a smaller model. Acceptance and step times give the expected
+The model writes a text, and each draft model predicts every token of it. A draft model is some of
+the layers of the model itself, or a smaller model. Acceptance and step times give the expected
 speed; the best draft model is then timed against plain decoding.
+
+`--early-exit` finds where clear tokens may leave, in place of drafts, and writes a file for the
+lossy option of the same name.
 
 `--machine` takes about two minutes and no model. `headrace plan` uses the result, which is stored.
 """
@@ -20,6 +23,7 @@ from headrace.cli.arguments import (
     whole_number,
     whole_numbers,
 )
+from headrace.cli.calibrate_exit import add_early_exit, run_early_exit
 from headrace.cli.terminal import show_status
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
@@ -32,6 +36,7 @@ EXAMPLES = """\
   headrace calibrate smollm2
   headrace calibrate MODEL --draft-model SMALLER_MODEL --prompt "def main():"
   headrace calibrate MODEL --layers 6,12 --depth 4 --json
+  headrace calibrate MODEL --early-exit 0.05 --text chats.txt --output exit.json
   headrace calibrate --machine"""
 
 
@@ -54,7 +59,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N,...",
         type=whole_numbers(1, 2**12),
         default=(),
-        help="numbers of first layers to measure (default: eighths of all layers)",
+        help="numbers of first layers to measure (default: eighths of all, and sets of any layers, "
+        "found by leaving out those that cost the least acceptance)",
     )
     draft.add_argument(
         "--depth",
@@ -74,9 +80,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tokens",
         type=whole_number(16, 2**20),
         metavar="N",
-        default=192,
-        help="length of the text, in tokens",
+        help="length of the text, in tokens (default: 256; with --early-exit 16384)",
     )
+    add_early_exit(parser)
     compute = parser.add_argument_group("compute")
     add_backend(compute)
     add_threads(compute)
@@ -86,7 +92,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.machine:
         return _calibrate_machine(args)
-    from headrace.measure.calibrate import PROMPT, calibrate
+    if args.early_exit is not None:
+        return run_early_exit(args)
+    from headrace.measure.calibrate import PROMPT, TOKENS, calibrate
     from headrace.measure.table import print_json
 
     for flag in ("prompt", "draft-model"):
@@ -98,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
             draft_model=args.draft_model or "",
             layers=args.layers,
             prompt=args.prompt or PROMPT,
-            tokens=args.tokens,
+            tokens=args.tokens or TOKENS,
             max_depth=args.depth,
             backend=args.backend,
             threads=args.threads,
@@ -119,8 +127,8 @@ def _calibrate_machine(args: argparse.Namespace) -> int:
     from headrace.measure.table import print_json
     from headrace.planner.calibration import calibration_facts, store_calibration
 
-    options = ("model", "draft_model", "prompt", "layers")
-    given = [name for name in options if getattr(args, name)]
+    options = ("model", "draft_model", "prompt", "layers", "early_exit")
+    given = [name for name in options if getattr(args, name) not in (None, "", ())]
     if given or args.backend != EngineConfig.backend:
         names = ", ".join(name.replace("_", "-") for name in given or ["backend"])
         raise RequestError(f"--machine measures this CPU without a model; leave out: {names}")

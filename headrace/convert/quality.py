@@ -76,6 +76,16 @@ class Scorer:
             sums = np.exp(shifted, dtype=np.float64).sum(axis=1, keepdims=True)
             yield shifted - np.log(sums).astype(np.float32)
 
+    def hidden_rows(self, piece: Sequence[int]) -> Floats:
+        """Return the rows before the head [rows, dim] of a program that keeps them."""
+        chunks = []
+        for first in range(0, len(piece), _ROWS):
+            batch = self.batch(piece, first, min(first + _ROWS, len(piece)))
+            hidden = self.executable.launch(batch, hidden=True).wait().hidden
+            assert hidden is not None, "the program keeps its hidden rows"
+            chunks.append(hidden.copy())
+        return np.concatenate(chunks)
+
     def speed(self, piece: Sequence[int]) -> tuple[float, float]:
         """Measure tokens/s of prefill and of decoding after the piece."""
         prefill = self.batch(piece, 0, len(piece), 1)

@@ -17,6 +17,7 @@ from headrace.config import EngineConfig, KvConfig
 from headrace.errors import FormatError, ModelNotFoundError, RequestError
 from headrace.kv.manager import KvManager
 from headrace.loader.draft_vocabulary import check_vocabulary, with_vocab_size
+from headrace.loader.early_exit import with_early_exit
 from headrace.loader.self_draft import SelfDraft, open_self_draft, shortened_program
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
@@ -90,11 +91,16 @@ def open_draft_checkpoints(
 
 
 def model_program(config: EngineConfig, checkpoint: Checkpoint) -> Program:
-    """Trace a model, with the attention window and the top blocks of the configuration."""
-    program = trace_model(checkpoint.spec, checkpoint.tensors)
+    """Trace a model, with the lossy modes of the configuration."""
+    program = trace_model(with_early_exit(checkpoint.spec, config), checkpoint.tensors)
     return program.with_window(config.attention_window, config.attention_sinks).with_top_blocks(
         config.attention_top_blocks
     )
+
+
+def draft_model_program(config: EngineConfig, draft: Checkpoint) -> Program:
+    """Trace the draft model, which has the window of the target and leaves no layer out."""
+    return model_program(replace(config, early_exit=""), draft)
 
 
 def target_program(config: EngineConfig, target: Checkpoint) -> Program:
@@ -118,7 +124,7 @@ def compile_draft_models(
     """
     draft_models = DraftModels(block_size=config.traits.kv_block_size)
     if kv and (checkpoint := draft_checkpoints.draft):
-        program = model_program(config, checkpoint)
+        program = draft_model_program(config, checkpoint)
         manager = KvManager(program.kv_groups, kv, max_rows(config.draft_depth))
         compiled = executable.attach(program, checkpoint.tensors, kv)
         draft_models = replace(

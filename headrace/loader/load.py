@@ -20,6 +20,7 @@ from headrace.errors import RequestError
 from headrace.loader.backend_choice import with_backend
 from headrace.loader.chat_template import read_chat_template
 from headrace.loader.drafts import compile_draft_models, open_draft_checkpoints, target_program
+from headrace.loader.early_exit import check_early_exit, with_exit_map
 from headrace.loader.memory import default_logit_rows, draft_rows, fit_memory, step_rows
 from headrace.loader.mode_price import mode_price
 from headrace.loader.ranks import compile_ranks, follow_if_not_rank_0
@@ -70,6 +71,8 @@ def load_model(model: str, config: EngineConfig) -> LoadedModel:
 def open_files(model: str, config: EngineConfig) -> Checkpoint:
     """Open a model with the options that change its specification. Raises as `load_model`."""
     checkpoint = open_checkpoint(resolve(model), is_absorbed=config.latent_attention == "absorbed")
+    check_early_exit(config, checkpoint)
+    checkpoint = with_exit_map(checkpoint, config)
     return replace(checkpoint, spec=with_rope_options(checkpoint.spec, config))
 
 

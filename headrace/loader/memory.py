@@ -8,7 +8,7 @@ from typing import NamedTuple
 from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig, KvConfig
 from headrace.errors import MemoryLimitError
-from headrace.loader.drafts import DraftCheckpoints, model_program
+from headrace.loader.drafts import DraftCheckpoints, draft_model_program
 from headrace.loader.kv_size import KvUse, Memory, size_kv
 from headrace.parallel.config import is_multi_host, mesh_of, rank_programs
 from headrace.planner.gpu import free_memory_of
@@ -107,7 +107,7 @@ def fit_memory(
     draft_uses: list[KvUse] = []
     draft_kv: KvConfig | None = None
     if drafts.draft:
-        draft_groups = model_program(config, drafts.draft).kv_groups
+        draft_groups = draft_model_program(config, drafts.draft).kv_groups
         draft_uses.append(KvUse(draft_groups, max_rows(config.draft_depth)))
 
     mesh, memory = mesh_of(config), memory_for(config, programs[0])

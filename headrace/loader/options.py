@@ -78,7 +78,7 @@ _FLAGS = (
     "prefix_cache",
     "jump_forward",
 )
-_TEXTS = ("chat_template", "draft_model", "draft_weights", "medusa_heads")
+_TEXTS = ("chat_template", "draft_model", "draft_weights", "early_exit", "medusa_heads")
 _ROPE_FIELDS = {
     "type": "rope_scaling",
     "rope_type": "rope_scaling",

@@ -10,6 +10,7 @@ from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
 from headrace.loader.draft_vocabulary import check_vocabulary, with_vocab_size
+from headrace.loader.early_exit import with_early_exit
 from headrace.loader.layers import layer_choice
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
@@ -29,13 +30,14 @@ class SelfDraft:
 
     layers: tuple[int, ...]
     spec: ModelSpec
+    """With the target's early exit."""
     tensors: Mapping[str, StoredTensor]
     """By the names of the specification."""
     own: Mapping[str, StoredTensor]
     """Tensors that differ from the target's, by names that the target does not have."""
 
     def program(self, target: ModelSpec) -> Program:
-        """Trace the layers, with the rotary options and the context of the target."""
+        """Trace the layers, with the target's rotary options and context."""
         spec = replace(
             self.spec,
             rope=target.rope,
@@ -65,9 +67,10 @@ def open_self_draft(
     """Open what shortens `target`. Raises ModelError, and RequestError if it does not suit it."""
     if not any(getattr(config, option) for option in REQUIRED_OPTIONS["self_draft"]):
         raise RequestError(missing_self_draft())
-    layers = _layers(config, target.spec.num_layers)
+    spec = with_early_exit(target.spec, config)
+    layers = _layers(config, spec)
     if not config.draft_weights:
-        return SelfDraft(layers, target.spec, target.tensors, own={})
+        return SelfDraft(layers, spec, target.tensors, own={})
 
     draft = open_checkpoint(
         resolve(config.draft_weights), is_absorbed=config.latent_attention == "absorbed"
@@ -81,12 +84,17 @@ def open_self_draft(
         )
     check_vocabulary("draft_weights", config.draft_weights, draft, load_tokenizer())
     draft = with_vocab_size(draft, target.spec.vocab_size)
+    tensors = {**draft.tensors, **_exit_maps(target)}
     own = {
         _OWN + name: replace(tensor, name=_OWN + name)
-        for name, tensor in draft.tensors.items()
+        for name, tensor in tensors.items()
         if name not in target.tensors or not same_content(tensor, target.tensors[name])
     }
-    return SelfDraft(layers, draft.spec, draft.tensors, own)
+    return SelfDraft(layers, replace(draft.spec, early_exit=spec.early_exit), tensors, own)
+
+
+def _exit_maps(target: Checkpoint) -> dict[str, StoredTensor]:
+    return {name: tensor for name, tensor in target.tensors.items() if name.startswith("exit.")}
 
 
 def shortened_program(config: EngineConfig, target: Checkpoint, draft: SelfDraft) -> Program:
@@ -97,9 +105,20 @@ def shortened_program(config: EngineConfig, target: Checkpoint, draft: SelfDraft
     )
 
 
-def _layers(config: EngineConfig, num_layers: int) -> tuple[int, ...]:
-    """The layers that draft: `draft_layers`, or all layers if another option is set."""
+def _layers(config: EngineConfig, spec: ModelSpec) -> tuple[int, ...]:
+    """The layers that draft: those before an early exit, `draft_layers`, or all layers if another
+    option is set.
+    """
+    num_layers = spec.num_layers
     chosen = layer_choice("draft_layers", config.draft_layers)
+    if spec.early_exit:
+        if chosen:
+            raise RequestError(
+                "draft_layers is set, and with early_exit the layers before the exit draft; leave "
+                "draft_layers out"
+            )
+        return tuple(range(spec.early_exit.num_layers))
+
     others = [
         option
         for option in REQUIRED_OPTIONS["self_draft"]

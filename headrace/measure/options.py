@@ -12,6 +12,7 @@ class ModeOptions(TypedDict, total=False):
     attention_window: int
     attention_sinks: int
     attention_top_blocks: int
+    early_exit: str
 
 
 class ModelOptions(ModeOptions, total=False):

@@ -15,9 +15,12 @@ def decoder(block: Block) -> Callable[[ModelSpec, Tracer], Value]:
     def forward(spec: ModelSpec, g: Tracer) -> Value:
         d = Decoder(spec, g)
         x = d.embed()
+        early = None
         for layer in spec.used_layers:
             x = block(d, layer, x)
-        return d.logits(x)
+            if d.can_exit_after(layer):
+                early = d.early_logits(g.gather_rows(x))
+        return d.with_exit(early, x)
 
     return forward
 
@@ -105,8 +108,19 @@ class Decoder:
         return self.g.rope_angles(*self._frequencies[rope])
 
     def logits(self, x: Value) -> Value:
-        g, spec = self.g, self.spec
+        return self._head(self.norm(x, "norm", "logit"))
+
+    def early_logits(self, x: Value) -> Value:
+        """Logits at the early exit, whose rows a linear map may change before the head."""
+        g, spec, early_exit = self.g, self.spec, self.spec.early_exit
+        assert early_exit
         x = self.norm(x, "norm", "logit")
+        if g.has(early_exit.map_name):
+            x = self.linear(x, early_exit.map_name, spec.dim, True)
+        return self._head(x)
+
+    def _head(self, x: Value) -> Value:
+        g, spec = self.g, self.spec
         assert self._embedding
         head = self._embedding
         if not spec.tied_embeddings:
@@ -117,6 +131,25 @@ class Decoder:
         if spec.logit_scale != 1:
             logits = g.scale(logits, spec.logit_scale)
         return g.soft_cap(logits, spec.logit_softcap) if spec.logit_softcap else logits
+
+    def can_exit_after(self, layer: int) -> bool:
+        """Whether rows may leave after this layer, and others go on."""
+        early_exit = self.spec.early_exit
+        return bool(
+            early_exit and layer == early_exit.num_layers - 1 and layer != self.spec.used_layers[-1]
+        )
+
+    def with_exit(self, early: Value | None, x: Value) -> Value:
+        """The logits of the last rows `x`, or of the early exit.
+
+        A program that ends at the exit has no logits (NaN) for rows that need further layers.
+        """
+        early_exit = self.spec.early_exit
+        if not early_exit:
+            return self.logits(x)
+        if early:
+            return self.g.exit_choice(early, self.logits(x), early_exit.min_margin)
+        return self.g.exit_choice(self.early_logits(x), None, early_exit.min_margin)
 
     def attend(self, layer: int, x: Value) -> Value:
         """Attention before its output matrix. Writes KV."""

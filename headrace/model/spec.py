@@ -86,6 +86,24 @@ class MlaSpec:
 
 
 @frozen
+class EarlyExit:
+    """An exit after the first layers for rows whose next token is clear there (`ExitChoice`)."""
+
+    num_layers: int
+    min_margin: float
+    """Min difference of the two largest probabilities."""
+
+    @property
+    def map_name(self) -> str:
+        """Name of the matrix before the head, if the model's tensors have one."""
+        return exit_map_name(self.num_layers)
+
+
+def exit_map_name(num_layers: int) -> str:
+    return f"exit.{num_layers}.map"
+
+
+@frozen
 class ModelSpec:
     """Shape and constants of a decoder."""
 
@@ -149,6 +167,7 @@ class ModelSpec:
     embedding_norm: bool = False
     block: Literal["sequential", "parallel", "parallel_two_norms"] = "sequential"
     """Block of each layer, in families with several (`by_spec`)."""
+    early_exit: EarlyExit | None = None
     layers: tuple[int, ...] = ()
     """Layers that the program has, in a shortened model; empty: all."""
 

@@ -389,6 +389,23 @@ class SoftCap(Op):
 
 
 @frozen
+class ExitChoice(Op):
+    """out[r] = early[r] if p1 - p2 >= min_margin else late[r] (CALM, Schuster et al. 2022)
+
+    p1 and p2 are the two largest probabilities of softmax(early[r]). Without `late`, other rows
+    are NaN: they need further layers.
+    """
+
+    out: Value
+    early: Value
+    late: Value | None
+    min_margin: float
+
+    def flops(self, step: StepSize) -> int:
+        return 4 * self.out.num_rows(step) * self.out.width
+
+
+@frozen
 class GluLinear(Op):
     """out = activation(x @ gate.T + gate_bias) * (x @ up.T + up_bias)"""
 

@@ -17,6 +17,7 @@ from headrace.program.ops import (
     ConcatHeads,
     Embed,
     EmbedPosition,
+    ExitChoice,
     GatherRows,
     Glu,
     HeadLinear,
@@ -94,8 +95,9 @@ class Program:
         assert self.logits, "a stage without logits has no head"
         writer = {out.id: op for op in self.ops if (out := op.output())}
         head = writer[self.logits.id]
-        while isinstance(head, Scale | SoftCap):
-            head = writer[head.x.id]
+        while isinstance(head, Scale | SoftCap | ExitChoice):
+            read = (head.late or head.early) if isinstance(head, ExitChoice) else head.x
+            head = writer[read.id]
         assert isinstance(head, Linear)
         return head
 
@@ -379,6 +381,11 @@ class Tracer:
     def soft_cap(self, x: Value, cap: float) -> Value:
         out = self._value(x.width, x.rows)
         self.ops.append(SoftCap(out, x, cap))
+        return out
+
+    def exit_choice(self, early: Value, late: Value | None, min_margin: float) -> Value:
+        out = self._value(early.width, early.rows)
+        self.ops.append(ExitChoice(out, early, late, min_margin))
         return out
 
     def add(self, x: Value, y: Value) -> Value:

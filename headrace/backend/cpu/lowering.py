@@ -28,6 +28,7 @@ _TRANSPARENT_OPS = (
     ops.Rope,
     ops.Scale,
     ops.SoftCap,
+    ops.ExitChoice,
     ops.ConcatHeads,
     collective.AllGather,
     collective.TakeColumns,
@@ -359,6 +360,11 @@ def _key_bias_pairs(lo: Lowering, op: ops.Attention) -> list[tuple[int, int, flo
     return [(head, *pair) for head, bias in enumerate(heads) for pair in op.key_bias_pairs(bias)]
 
 
+def _exit_choice(lo: Lowering, op: ops.ExitChoice) -> None:
+    late = -1 if op.late is None else lo.buffer(op.late)
+    lo.plan.exit_choice(lo.buffer(op.out), lo.buffer(op.early), late, op.min_margin)
+
+
 def _gather_rows(lo: Lowering, op: ops.GatherRows) -> None:
     lo.plan.gather_rows(lo.buffer(op.out), lo.buffer(op.x))
 
@@ -441,6 +447,7 @@ LOWER: dict[type[Op], Callable[[Lowering, Any], None]] = {
     ops.QkvRopeWrite: _qkv_rope_write,
     ops.GluLinear: _glu_linear,
     ops.Attention: _attention,
+    ops.ExitChoice: _exit_choice,
     ops.GatherRows: _gather_rows,
     ops.Add: _add,
     ops.Glu: _glu,

@@ -18,6 +18,7 @@ from headrace.backend.cuda.kernels.align_experts import (
     empty_aligned,
 )
 from headrace.backend.cuda.kernels.embed import embed, embed_position
+from headrace.backend.cuda.kernels.exit_choice import exit_choice
 from headrace.backend.cuda.kernels.experts import expert_linear, tile_rows
 from headrace.backend.cuda.kernels.head_linear import head_linear
 from headrace.backend.cuda.kernels.linear import linear
@@ -337,6 +338,11 @@ def _add(s: Lowering, op: ops.Add) -> list[Launch]:
     return [elementwise.add(s.value(op.out), s.value(op.x), s.value(op.y))]
 
 
+def _exit_choice(s: Lowering, op: ops.ExitChoice) -> list[Launch]:
+    late = s.value(op.late) if op.late else None
+    return [exit_choice(s.value(op.out), s.value(op.early), late, op.min_margin)]
+
+
 def _gather_rows(s: Lowering, op: ops.GatherRows) -> list[Launch]:
     return [gather.gather_rows(s.value(op.out), s.value(op.x), s.step.gathered)]
 
@@ -389,6 +395,7 @@ LOWER: dict[type[Op], Callable[[Lowering, Any], list[Launch]]] = {
     ops.Scale: _scale,
     ops.SoftCap: _soft_cap,
     ops.Add: _add,
+    ops.ExitChoice: _exit_choice,
     ops.GatherRows: _gather_rows,
     moe.Route: _route,
     moe.Experts: _experts,

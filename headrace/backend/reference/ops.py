@@ -290,6 +290,15 @@ def _add(s: Step, op: ops.Add) -> Floats:
     return s.x(op.x) + s.x(op.y)
 
 
+def _exit_choice(s: Step, op: ops.ExitChoice) -> Floats:
+    early = s.x(op.early)
+    late = np.full_like(early, np.nan) if op.late is None else s.x(op.late)
+    weights = np.exp(early - early.max(axis=1, keepdims=True))
+    best = np.sort(weights, axis=1)[:, -2:] / weights.sum(axis=1, keepdims=True)
+    leaves = best[:, -1] - best[:, 0] >= op.min_margin  # False for NaN
+    return np.where(leaves[:, None], early, late)
+
+
 def _gather_rows(s: Step, op: ops.GatherRows) -> Floats:
     return s.x(op.x)[s.batch.gathered_rows]
 
@@ -372,6 +381,7 @@ RUN: dict[type[Op], Callable[[Step, Any], Floats | None]] = {
     ops.Scale: _scale,
     ops.SoftCap: _soft_cap,
     ops.Add: _add,
+    ops.ExitChoice: _exit_choice,
     ops.GatherRows: _gather_rows,
     moe.Route: _route,
     moe.Experts: _experts,

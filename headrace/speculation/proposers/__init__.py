@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from headrace.backend import Executable
-from headrace.config import EngineConfig, KvConfig
+from headrace.config import LOSSY_OPTIONS, EngineConfig, KvConfig
 from headrace.errors import RequestError
 from headrace.kv.manager import KvManager
 from headrace.proposer import Proposer
@@ -114,7 +114,7 @@ METHODS: dict[str, Callable[[EngineConfig, DraftModels], Proposer]] = {
 PROPOSERS = ("off", "auto", *METHODS)
 REQUIRED_OPTIONS: dict[str, tuple[str, ...]] = {
     "draft_model": ("draft_model",),
-    "self_draft": ("draft_layers", "draft_weights", "draft_top_blocks"),
+    "self_draft": ("draft_layers", "draft_weights", "draft_top_blocks", "early_exit"),
     "medusa": ("medusa_heads",),
 }
 """The options that enable each method, at least one of them."""
@@ -153,7 +153,9 @@ def check_speculation(config: EngineConfig) -> None:
     proposer, acceptance = config.proposer, config.acceptance_method
     methods = enabled_methods(config)
     for method, options in REQUIRED_OPTIONS.items():
-        given = [option for option in options if getattr(config, option)]
+        given = [
+            option for option in options if option not in LOSSY_OPTIONS and getattr(config, option)
+        ]
         if given and method not in methods:
             raise RequestError(
                 f"{given[0]} is for proposer {method!r} or 'auto', and proposer is {proposer!r}; "

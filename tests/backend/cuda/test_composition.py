@@ -2,6 +2,7 @@
 weight formats.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from headrace.backend.reference.executable import ReferenceExecutable
 from headrace.config import KvConfig
 from headrace.errors import MemoryLimitError, UnsupportedModelError
 from headrace.model import tensor_shapes, trace_model
+from headrace.model.spec import EarlyExit
 from headrace.program.adapter import LowRank, OwnWeight, TokenRows
 from headrace.quant.formats import StoredTensor
 from headrace.request import PoolingParams, RequestOptions
@@ -46,6 +48,18 @@ def test_draft_models_change_no_token(how: str) -> None:
     for one, other in zip(run_all(engine, ASKS), alone, strict=True):
         same(one, other, exact=True)
     assert engine.stats().drafted > 0 and engine.stats().proposer_failures == 0
+
+
+def test_early_exits_are_the_same_with_drafts() -> None:
+    """Every draft of the first layers is right, because clear rows are theirs."""
+    spec, tensors = MODEL
+    model = replace(spec, early_exit=EarlyExit(1, 0.05)), tensors
+    alone = [run_all(tiny_engine(model, "cuda", kv_dtype="f32"), [ask])[0] for ask in ASKS]
+    engine, _ = draft_engine(model, "self_draft", "cuda", depth=3)
+    for one, other in zip(run_all(engine, ASKS), alone, strict=True):
+        same(one, other, exact=True)
+    stats = engine.stats()
+    assert stats.accepted == stats.drafted > 0 and stats.proposer_failures == 0
 
 
 def test_adapters_of_rows_in_one_step() -> None:

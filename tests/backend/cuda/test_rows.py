@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.kernels import elementwise, gather, rope, rope_angles
+from headrace.backend.cuda.kernels.exit_choice import exit_choice
 from headrace.backend.cuda.kernels.norm import norm
 from headrace.backend.cuda.kernels.quantise_rows import quantise_rows
 from headrace.backend.cuda.launch import Launch
@@ -309,6 +310,21 @@ def test_sums_factors_and_gates(rows: int, width: int, seed: int) -> None:
         wide(x) / (1 + np.exp(-wide(gate))),
         rtol=1e-6,
     )
+
+
+@pytest.mark.parametrize("width", [3, 40, 5000])
+@pytest.mark.parametrize("has_late", [True, False])
+def test_exit_choice(width: int, has_late: bool) -> None:
+    """Clear rows are early; unclear rows, and rows that are not finite, are late or NaN."""
+    early, late = normal(9, width), normal(9, width, seed=1)
+    early[1, 1] = early[1].max() + 9  # clear
+    early[2, :2] = 50.0  # a tie
+    early[3, width - 1] = 60.0  # clear in the last column
+    early[4, 0], early[5, width - 1] = float("nan"), float("inf")
+    found = ran(exit_choice(out := nothing(9, width), early, late if has_late else None, 0.9), out)
+    leaves = np.array([False, True, False, True] + [False] * 5)
+    stays = wide(late) if has_late else np.full((9, width), np.nan)
+    np.testing.assert_array_equal(found, np.where(leaves[:, None], wide(early), stays))
 
 
 def test_soft_cap() -> None:
