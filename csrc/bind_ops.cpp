@@ -288,6 +288,37 @@ void linear(Plan& p, int out, int x, int w, int bias, int residual, bool offset)
   p.add_op(make_linear(out, x, w, bias, residual, offset));
 }
 
+// The columns of the weight that no row needs are not read.
+void sparse_linear(Plan& p, int out, int x, int w, int bias, int residual) {
+  const int rows = factor(p, x, w, false).rows;
+  require(floats(p, out).width == rows && p.buffer(out).rows == p.buffer(x).rows,
+          "a linear op writes as many columns as its weight has rows");
+  check_bias(p, bias, rows);
+  if (residual != -1) check_alike(p.buffer(out), floats(p, residual));
+  p.copy_columns(w);
+  adapt(p, x, {w});
+  p.add_op(make_sparse_linear(out, x, w, bias, residual));
+}
+
+// The rows of the weight whose gate is 0 are not read.
+void gated_rows(Plan& p, int out, int x, int gate, int w, int bias) {
+  const int rows = factor(p, x, w, false).rows;
+  require(floats(p, out).width == rows && p.buffer(out).rows == p.buffer(x).rows,
+          "a linear op writes as many columns as its weight has rows");
+  check_alike(p.buffer(out), floats(p, gate));
+  require(out != gate, "gated rows cannot overwrite their gates");
+  check_bias(p, bias, rows);
+  p.copy_rows(w);
+  adapt(p, x, {w});
+  p.add_op(make_gated_rows(out, x, gate, w, bias));
+}
+
+void threshold(Plan& p, int out, int x, float least) {
+  check_alike(buffer(p, out), floats(p, x));
+  require(std::isfinite(least) && least >= 0, "a threshold is a number, not below 0");
+  p.add_op(make_threshold(out, x, least));
+}
+
 // What writes tile by tile, packed or not, what it multiplies with `rows` rows of
 // weights.
 void check_tiled(Plan& p, int out, int x, int rows) {
@@ -557,6 +588,9 @@ void bind_ops(nb::class_<Plan>& c) {
       .def("exit_choice", &exit_choice)
       .def("gate_rows", &gate_rows)
       .def("linear", &linear)
+      .def("sparse_linear", &sparse_linear)
+      .def("gated_rows", &gated_rows)
+      .def("threshold", &threshold)
       .def("linear_activate", &linear_activate)
       .def("glu_linear", &glu_linear)
       .def("head_linear", &head_linear)

@@ -48,6 +48,7 @@ Plan::Plan(Plan* shared)
       deal_(pool_->threads()),
       kv_ahead_(std::make_unique<KvAhead>(pool_->threads())) {
   shared->pack_rest();
+  copies_ = shared->copies_;
 }
 
 Plan::~Plan() = default;
@@ -86,6 +87,7 @@ void Plan::pack_rest() {
   packing_.wait();
   if (unreadable() >= 0)
     throw std::runtime_error("the plan has a weight whose file could not be read");
+  copies_.fill(*pool_);
 }
 
 int Plan::add_weight(const Stored& stored, std::shared_ptr<void> keeps, bool mapped) {
@@ -148,6 +150,19 @@ int Plan::add_vector(const float* data, int n) {
   vectors_.push_back(std::move(v));
   vector_lengths_.push_back(n);
   return static_cast<int>(vectors_.size()) - 1;
+}
+
+void Plan::copy_columns(int weight) {
+  const Weight& w = weights_[weight];
+  if (!has_copies(w.format) || w.wide || copies_.columns(weight)) return;
+  uint8_t* to = allocate(MatrixCopies::column_bytes(w, threads()));
+  copies_.add_columns(weight, w, threads(), to);
+}
+
+void Plan::copy_rows(int weight) {
+  const Weight& w = weights_[weight];
+  if (!has_copies(w.format) || w.wide || copies_.rows(weight)) return;
+  copies_.add_rows(weight, w, allocate(MatrixCopies::row_bytes(w)));
 }
 
 int Plan::add_buffer(int width, RowKind rows, bool packed, int per_row) {

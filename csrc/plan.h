@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "adapters.h"
+#include "copies.h"
 #include "kernels.h"
 #include "kv.h"
 #include "kv_ahead.h"
@@ -171,7 +172,11 @@ class Plan {
   // without the pool may be called until they are packed.
   void start_weights() { packing_.start(); }
   // Waits for so many milliseconds at most; returns whether all matrices are packed.
-  bool wait_for_weights(int milliseconds) { return packing_.wait_for(milliseconds); }
+  bool wait_for_weights(int milliseconds) {
+    if (!packing_.wait_for(milliseconds)) return false;
+    if (unreadable() < 0) copies_.fill(*pool_);
+    return true;
+  }
   // Waits for all matrices. Throws std::runtime_error if the file of one could not be read.
   void pack_rest();
   // The first matrix whose pages could not be read, -1: none.
@@ -186,6 +191,11 @@ class Plan {
   }
   void fill_table(int weight, const Stored& stored);
   int add_vector(const float* data, int n);
+  // MatrixCopies of a matrix by columns or by rows, for sparse activations, if its format and form
+  // of activations have one.
+  void copy_columns(int weight);
+  void copy_rows(int weight);
+  const MatrixCopies& copies() const { return copies_; }
   // Makes room for so many bytes of weights that come next, in one piece.
   void reserve_weights(size_t bytes);
   int add_buffer(int width, RowKind rows, bool packed, int per_row = 1);
@@ -305,6 +315,7 @@ class Plan {
   bool float_activations_ = false;
   std::vector<Weight> weights_;
   Packing packing_;
+  MatrixCopies copies_;
   std::set<std::vector<uint64_t>> grids_;  // points, which matrices of one grid share
   std::vector<std::vector<float>> vectors_;
   std::vector<int> vector_lengths_;  // without what fills their last line
@@ -372,6 +383,12 @@ std::unique_ptr<Op> make_glu_linear(int out, int x, int gate, int up, int gate_b
                                     Activation activation);
 std::unique_ptr<Op> make_linear_activate(int out, int x, int weight, int bias,
                                          Activation activation);
+// The same as linear and glu_linear, over the part of the weight that x, or the gate after its
+// activation, needs; activations have no offset.
+std::unique_ptr<Op> make_sparse_linear(int out, int x, int weight, int bias, int residual);
+std::unique_ptr<Op> make_gated_rows(int out, int x, int gate, int weight, int bias);
+// x where |x| > least, else 0.
+std::unique_ptr<Op> make_threshold(int out, int x, float least);
 // Each head of x, or the one that it has, times the head's weight.
 std::unique_ptr<Op> make_head_linear(int out, int x, std::vector<int> weights);
 // The x_dim numbers of each head of x, or of the one that it has, then the y_dim

@@ -13,9 +13,15 @@ LatentAttention = Literal["plain", "absorbed"]
 RopeScaling = Literal["none", "linear", "yarn"]
 AcceptanceMethod = Literal["exact", "rejection", "typical"]
 
-LOSSY_OPTIONS = ("attention_window", "attention_sinks", "attention_top_blocks", "early_exit")
+LOSSY_OPTIONS = (
+    "attention_window",
+    "attention_sinks",
+    "attention_top_blocks",
+    "early_exit",
+    "activation_sparsity",
+)
 """Options that make another model of a model. `headrace eval` takes them and measures the loss."""
-LOSSY_FILES: tuple[str, ...] = ("early_exit",)
+LOSSY_FILES: tuple[str, ...] = ("early_exit", "activation_sparsity")
 """Those of the options that name a calibration file."""
 
 
@@ -130,6 +136,15 @@ class EngineConfig:
     clear after the first layers leaves out the others. It is lossy and changes tokens. The
     proposer `self_draft` or `auto` makes it faster.
     """
+    skip_zeros: bool = False
+    """Whether to leave out the weights that meet zeros of a ReLU. No token changes. The matrices
+    `up` and `down` are kept twice, so they need twice their memory. For the `cpu` backend.
+    """
+    activation_sparsity: str = ""
+    """File of `headrace calibrate --sparsity` with thresholds up to which activations become 0
+    (TEAL, Liu et al. 2024); empty: none. It is lossy and changes tokens. A step of few rows on
+    a CPU then leaves out weights, and keeps the layers' matrices twice.
+    """
 
     batching: Literal["inflight", "static"] = "inflight"
     """Batching policy: `inflight` lets requests join and leave at every step; `static`
@@ -209,6 +224,8 @@ class EngineConfig:
     """Weights that draft for `self_draft` in place of the model's: a file or folder of the
     same model in fewer bytes (a smaller format, 2:4, experts). Equal tensors are shared.
     """
+    draft_sparsity: str = ""
+    """File of thresholds, as `activation_sparsity`, for the drafts of `self_draft` only."""
     medusa_heads: str = ""
     """Safetensors file for `medusa`, with heads that were trained for the model."""
     draft_depth: int = 4
@@ -270,8 +287,19 @@ class EngineConfig:
     @property
     def lossy_modes(self) -> tuple[str, ...]:
         """A description of each lossy mode in use."""
-        descriptions = (self._window_loss, self._top_blocks_loss, self._exit_loss)
+        descriptions = (
+            self._window_loss,
+            self._top_blocks_loss,
+            self._exit_loss,
+            self._sparsity_loss,
+        )
         return tuple(filter(None, descriptions))
+
+    @property
+    def _sparsity_loss(self) -> str:
+        if not self.activation_sparsity:
+            return ""
+        return f"sets small activations to 0, by {self.activation_sparsity}"
 
     @property
     def _window_loss(self) -> str:

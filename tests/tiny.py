@@ -12,6 +12,7 @@ from headrace.backend import Executable, compile_program
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.errors import RequestError
+from headrace.loader.activation_sparsity import sparse_program
 from headrace.model import tensor_shapes, trace_model
 from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.outputs import RequestOutput, Update
@@ -211,8 +212,8 @@ def tiny_engine(
         trace_model(spec, tensors)
         .with_window(options.attention_window, options.attention_sinks)
         .with_top_blocks(options.attention_top_blocks)
-        .with_pooled()
     )
+    program = sparse_program(options, program).with_pooled()
     groups = program.kv_groups
     kv = KvConfig((-(-slots // block_size),) * len(groups), block_size, options.kv_format)
     if not release_outside_window:

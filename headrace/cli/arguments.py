@@ -91,6 +91,11 @@ def add_activations(parser: Arguments) -> None:
         default=EngineConfig.activations,
         help="number format of activations next to quantised weights: int8, or f32 (exact, slower)",
     )
+    parser.add_argument(
+        "--skip-zeros",
+        action="store_true",
+        help="read only the weights that ReLU activations need, from copies (cpu)",
+    )
 
 
 ROPE = ("rope_scaling", "rope_scale", "rope_theta", "yarn_orig_ctx")
@@ -119,6 +124,12 @@ _MODES: dict[str, tuple[str, type, str]] = {
         str,
         "lossy: calibration file of an early exit, of `headrace calibrate --early-exit`; the "
         "proposer self_draft or auto makes it faster",
+    ),
+    "activation_sparsity": (
+        "FILE",
+        str,
+        "lossy: file of thresholds up to which activations become 0, of `headrace calibrate "
+        "--sparsity`",
     ),
 }
 """Metavar, type and help of each of `LOSSY_OPTIONS`."""

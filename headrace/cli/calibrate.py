@@ -12,6 +12,7 @@ lossy option of the same name.
 """
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.cli.arguments import (
@@ -69,6 +70,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=8,
         help="maximum number of draft tokens in a row",
     )
+    sparsity = parser.add_argument_group("activation sparsity")
+    sparsity.add_argument(
+        "--sparsity",
+        type=float,
+        metavar="SHARE",
+        help="share of activations to set to 0, between 0 and 1: writes the thresholds for "
+        "activation_sparsity with their price, in place of drafts",
+    )
+    sparsity.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="file of the thresholds (default: sparsity-SHARE.json in this folder)",
+    )
     text = parser.add_argument_group("text")
     text.add_argument(
         "--prompt",
@@ -94,6 +109,8 @@ def run(args: argparse.Namespace) -> int:
         return _calibrate_machine(args)
     if args.early_exit is not None:
         return run_early_exit(args)
+    if args.sparsity is not None:
+        return _calibrate_sparsity(args)
     from headrace.measure.calibrate import PROMPT, TOKENS, calibrate
     from headrace.measure.table import print_json
 
@@ -118,6 +135,40 @@ def run(args: argparse.Namespace) -> int:
         print_json(calibration.facts())
     else:
         _print(calibration)
+    return 0
+
+
+def _calibrate_sparsity(args: argparse.Namespace) -> int:
+    from headrace.cli.progress import progress_bar
+    from headrace.measure.activation_sparsity import calibrate_sparsity
+    from headrace.measure.table import print_json, print_table
+
+    file = args.out or Path(f"sparsity-{args.sparsity:g}.json")
+    with progress_bar() as on_progress:
+        found = calibrate_sparsity(
+            args.model or DEFAULT_MODEL,
+            args.sparsity,
+            file,
+            backend=args.backend,
+            threads=args.threads,
+            on_progress=on_progress,
+        )
+    rows = [(name, getattr(found, name)) for name in ("full", "sparse")]
+    if args.json:
+        facts = {
+            name: {"nll": row.quality.nll, "kl": row.quality.kl, "decode": row.decode}
+            for name, row in rows
+        }
+        print_json({"file": str(file), "sparsity": found.sparsity, **facts})
+        return 0
+    print_table(
+        ["model", ">NLL", ">KL", ">tokens/s"],
+        [
+            [name, f"{row.quality.nll:.4f}", f"{row.quality.kl or 0:.4f}", f"{row.decode:.1f}"]
+            for name, row in rows
+        ],
+    )
+    print(f"\nThresholds: {file}. Use them with --activation-sparsity {file}")
     return 0
 
 

@@ -110,6 +110,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="SVG file for a picture of the rows of each expert, over all phases",
     )
+    output.add_argument(
+        "--sparsity",
+        action="store_true",
+        help="in place of times: zero activations that 1 to 32 rows share, next to X^N; of a ReLU, "
+        "or of the thresholds of --activation-sparsity",
+    )
     add_json(output)
 
 
@@ -117,6 +123,8 @@ def run(args: argparse.Namespace) -> int:
     from headrace.measure.table import print_json
 
     _check_flags(args)
+    if args.sparsity:
+        return _profile_sparsity(args)
     for flag in ("svg", "experts"):
         if file := getattr(args, flag):
             check_writable(f"--{flag}", file)
@@ -189,6 +197,27 @@ def _run_attention(args: argparse.Namespace) -> int:
     print_attention(profile)
     if args.svg:
         print(f"\nThe heads are drawn in {args.svg}.")
+    return 0
+
+
+def _profile_sparsity(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from headrace.cli.progress import progress_bar
+    from headrace.measure.activation_sparsity import shared_zeros
+    from headrace.measure.table import print_json, print_table
+
+    with progress_bar() as on_progress:
+        shares = shared_zeros(
+            args.model, activation_sparsity=args.activation_sparsity, on_progress=on_progress
+        )
+    if args.json:
+        print_json([asdict(share) for share in shares])
+        return 0
+    print_table(
+        [">rows", ">zeros that all share", ">X^N"],
+        [[str(s.rows), f"{s.measured:.1%}", f"{s.independent:.1%}"] for s in shares],
+    )
     return 0
 
 

@@ -59,6 +59,7 @@ _ENGINE_OPTIONS = (
     "threads",
     "kv_dtype",
     "activations",
+    "skip_zeros",
     "chat_template",
     "max_model_len",
     *LOSSY_OPTIONS,
@@ -72,6 +73,7 @@ _ENGINE_OPTIONS = (
     "draft_layers",
     "draft_top_blocks",
     "draft_weights",
+    "draft_sparsity",
     "medusa_heads",
     "draft_depth",
     "draft_width",
@@ -188,6 +190,8 @@ def _add_speculation(group: Arguments) -> None:
     _add(group, "draft_top_blocks", "N", text, int)
     text = "the same model in fewer bytes, which drafts with its weights (for self_draft)"
     _add(group, "draft_weights", "MODEL", text)
+    text = "file of thresholds, of `headrace calibrate --sparsity`, for drafts (for self_draft)"
+    _add(group, "draft_sparsity", "FILE", text)
     _add(
         group,
         "medusa_heads",

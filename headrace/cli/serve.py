@@ -44,6 +44,7 @@ _ENGINE_OPTIONS = (
     "threads",
     "kv_dtype",
     "activations",
+    "skip_zeros",
     "chat_template",
     "max_model_len",
     "max_num_seqs",

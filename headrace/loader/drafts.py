@@ -16,6 +16,7 @@ from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig, KvConfig
 from headrace.errors import FormatError, ModelNotFoundError, RequestError
 from headrace.kv.manager import KvManager
+from headrace.loader.activation_sparsity import sparse_program
 from headrace.loader.draft_vocabulary import check_vocabulary, with_vocab_size
 from headrace.loader.early_exit import with_early_exit
 from headrace.loader.self_draft import SelfDraft, open_self_draft, shortened_program
@@ -91,16 +92,15 @@ def open_draft_checkpoints(
 
 
 def model_program(config: EngineConfig, checkpoint: Checkpoint) -> Program:
-    """Trace a model, with the lossy modes of the configuration."""
+    """Trace a model, with the lossy modes and the skipped zeros of the configuration."""
     program = trace_model(with_early_exit(checkpoint.spec, config), checkpoint.tensors)
-    return program.with_window(config.attention_window, config.attention_sinks).with_top_blocks(
-        config.attention_top_blocks
-    )
+    program = program.with_window(config.attention_window, config.attention_sinks)
+    return sparse_program(config, program.with_top_blocks(config.attention_top_blocks))
 
 
 def draft_model_program(config: EngineConfig, draft: Checkpoint) -> Program:
-    """Trace the draft model, which has the window of the target and leaves no layer out."""
-    return model_program(replace(config, early_exit=""), draft)
+    """Trace the draft model, which has the window of the target, and none of its files."""
+    return model_program(replace(config, early_exit="", activation_sparsity=""), draft)
 
 
 def target_program(config: EngineConfig, target: Checkpoint) -> Program:

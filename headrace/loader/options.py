@@ -77,8 +77,17 @@ _FLAGS = (
     "adaptive_speculation",
     "prefix_cache",
     "jump_forward",
+    "skip_zeros",
 )
-_TEXTS = ("chat_template", "draft_model", "draft_weights", "early_exit", "medusa_heads")
+_TEXTS = (
+    "activation_sparsity",
+    "chat_template",
+    "draft_model",
+    "draft_sparsity",
+    "draft_weights",
+    "early_exit",
+    "medusa_heads",
+)
 _ROPE_FIELDS = {
     "type": "rope_scaling",
     "rope_type": "rope_scaling",

@@ -9,6 +9,7 @@ from headrace.checkpoint.source import resolve
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
+from headrace.loader.activation_sparsity import sparse_draft_program
 from headrace.loader.draft_vocabulary import check_vocabulary, with_vocab_size
 from headrace.loader.early_exit import with_early_exit
 from headrace.loader.layers import layer_choice
@@ -100,9 +101,9 @@ def _exit_maps(target: Checkpoint) -> dict[str, StoredTensor]:
 def shortened_program(config: EngineConfig, target: Checkpoint, draft: SelfDraft) -> Program:
     """Trace the program that drafts, with each option that shortens it."""
     program = draft.program(target.spec)
-    return program.with_window(config.attention_window, config.attention_sinks).with_top_blocks(
-        config.draft_top_blocks or config.attention_top_blocks
-    )
+    program = program.with_window(config.attention_window, config.attention_sinks)
+    program = program.with_top_blocks(config.draft_top_blocks or config.attention_top_blocks)
+    return sparse_draft_program(config, program)
 
 
 def _layers(config: EngineConfig, spec: ModelSpec) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ class ModeOptions(TypedDict, total=False):
     attention_sinks: int
     attention_top_blocks: int
     early_exit: str
+    activation_sparsity: str
 
 
 class ModelOptions(ModeOptions, total=False):

@@ -136,7 +136,7 @@ class TensorParallel:
         parts = self._required_parts.get(out.id) if out else None
         if not parts or not out:
             return
-        if isinstance(op, ops.Rope | ops.Scale | ops.SoftCap | ops.Activate) or (
+        if isinstance(op, ops.Rope | ops.Scale | ops.SoftCap | ops.Activate | ops.Threshold) or (
             isinstance(op, ops.Norm) and op.size < op.x.width
         ):
             self._required_parts[op.x.id] = parts
@@ -183,10 +183,12 @@ class TensorParallel:
                 self._concat_heads(op)
             case ops.Glu() if self._parts.get(op.gate.id) == self._parts.get(op.up.id):
                 self._elementwise(op, op.gate)
+            case ops.GatedRows() if op.gate.id in self._parts:
+                self._gated_rows(op)
             case ops.Rope() if op.out.id not in self._required_parts:
                 # Its input may be split within a head, which cannot be rotated.
                 self._ops.append(self._with_whole_inputs(op))
-            case ops.Rope() | ops.Scale() | ops.SoftCap() | ops.Activate():
+            case ops.Rope() | ops.Scale() | ops.SoftCap() | ops.Activate() | ops.Threshold():
                 self._elementwise(op, op.x)
             case ops.Norm() if op.size < op.x.width and op.x.id in self._parts:
                 self._norm(op)
@@ -212,11 +214,26 @@ class TensorParallel:
         rows = parts[self.rank]
         out = self._split(op.out, parts)
         self._ops.append(
-            ops.Linear(
-                out,
-                self._whole(op.x),
-                slice_weight(op.weight, rows),
-                op.bias and slice_weight(op.bias, rows),
+            replace(
+                op,
+                out=out,
+                x=self._whole(op.x),
+                weight=slice_weight(op.weight, rows),
+                bias=op.bias and slice_weight(op.bias, rows),
+            )
+        )
+
+    def _gated_rows(self, op: ops.GatedRows) -> None:
+        parts = self._parts[op.gate.id]
+        rows = parts[self.rank]
+        self._ops.append(
+            replace(
+                op,
+                out=self._split(op.out, parts),
+                x=self._whole(op.x),
+                gate=self._own_parts[op.gate.id],
+                up=slice_weight(op.up, rows),
+                up_bias=op.up_bias and slice_weight(op.up_bias, rows),
             )
         )
 

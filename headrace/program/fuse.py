@@ -18,6 +18,7 @@ from headrace.program.ops import (
     Activate,
     Add,
     Attention,
+    GatedRows,
     Glu,
     GluLinear,
     KvWrite,
@@ -29,7 +30,7 @@ from headrace.program.ops import (
 )
 from headrace.program.trace import Program
 
-LINEAR_OPS = (Linear, LinearActivate, LinearAdd, QkvRopeWrite, GluLinear)
+LINEAR_OPS = (Linear, LinearActivate, LinearAdd, QkvRopeWrite, GluLinear, GatedRows)
 
 
 class _Rewrite(NamedTuple):
@@ -56,11 +57,16 @@ class _Uses:
         op = self.writer[value.id]
         return op if isinstance(op, Linear) and self.num_reads[value.id] == 1 else None
 
+    def whole_linear(self, value: Value) -> Linear | None:
+        """The same, unless it may leave columns of its weight unread."""
+        op = self.sole_linear(value)
+        return op if op and op.density == 1 else None
+
     def sole_rope(self, value: Value) -> tuple[Rope, Linear] | None:
         op = self.writer[value.id]
         if not isinstance(op, Rope) or self.num_reads[value.id] != 1:
             return None
-        linear = self.sole_linear(op.x)
+        linear = self.whole_linear(op.x)
         return (op, linear) if linear else None
 
 
@@ -82,7 +88,7 @@ def _fuse_qkv(ops: list[Op], uses: _Uses) -> Iterator[_Rewrite]:
         attention = attention_of_layer.get(write.layer)
         if attention is None:
             continue
-        q, k, v = uses.sole_rope(attention.q), uses.sole_rope(write.k), uses.sole_linear(write.v)
+        q, k, v = uses.sole_rope(attention.q), uses.sole_rope(write.k), uses.whole_linear(write.v)
         if not (q and k and v):
             continue
 
@@ -110,7 +116,7 @@ def _fuse_glu(ops: list[Op], uses: _Uses) -> Iterator[_Rewrite]:
     for op in ops:
         if not isinstance(op, Glu):
             continue
-        gate, up = uses.sole_linear(op.gate), uses.sole_linear(op.up)
+        gate, up = uses.whole_linear(op.gate), uses.whole_linear(op.up)
         if gate and up and gate.x == up.x:
             fused = GluLinear(
                 out=op.out,
@@ -126,7 +132,7 @@ def _fuse_glu(ops: list[Op], uses: _Uses) -> Iterator[_Rewrite]:
 
 def _fuse_activate(ops: list[Op], uses: _Uses) -> Iterator[_Rewrite]:
     for op in ops:
-        if isinstance(op, Activate) and (linear := uses.sole_linear(op.x)):
+        if isinstance(op, Activate) and (linear := uses.whole_linear(op.x)):
             fused = LinearActivate(
                 out=op.out,
                 x=linear.x,
@@ -149,6 +155,7 @@ def _fuse_add(ops: list[Op], uses: _Uses) -> Iterator[_Rewrite]:
                     residual=residual,
                     weight=linear.weight,
                     bias=linear.bias,
+                    density=linear.density,
                 )
                 yield _Rewrite(op, fused, [linear])
                 break

@@ -84,6 +84,10 @@ class Op:
         """Weights that rows are multiplied with or copied from."""
         return self._weights(is_bias=False)
 
+    def copies(self) -> list[Weight]:
+        """Matrices that the backend keeps twice, to read a part of them."""
+        return []
+
     def vectors(self) -> list[Weight]:
         """Weights that are used element by element."""
         return self._weights(is_bias=True)

@@ -107,6 +107,19 @@ class Norm(Op):
         return flops_per_number * self.out.num_rows(step) * self.x.width
 
 
+MOST_OF_A_MATRIX = 0.8
+"""Share of a matrix from which backends read all of it."""
+
+
+def needed_share(density: float, rows: int) -> float:
+    """Share of a matrix that `rows` rows need together, if each needs `density` of it at random.
+
+    With a share X of zeros in a row, X^rows are zeros in all.
+    """
+    share = 1 - (1 - density) ** max(rows, 1)
+    return 1.0 if share > MOST_OF_A_MATRIX else share
+
+
 @frozen
 class Linear(Op):
     """out = x @ weight.T + bias"""
@@ -115,9 +128,17 @@ class Linear(Op):
     x: Value
     weight: Weight
     bias: Weight | None = None
+    density: float = 1.0
+    """Expected share of numbers of x that are not 0. Below 1, columns of zeros may stay unread."""
 
     def flops(self, step: StepSize) -> int:
         return matmul_flops(self.x.num_rows(step), self.weight)
+
+    def bytes(self, step: StepSize) -> int:
+        return int(super().bytes(step) * needed_share(self.density, self.x.num_rows(step)))
+
+    def copies(self) -> list[Weight]:
+        return [self.weight] if self.density < 1 else []
 
 
 @frozen
@@ -129,9 +150,51 @@ class LinearAdd(Op):
     residual: Value
     weight: Weight
     bias: Weight | None = None
+    density: float = 1.0
+    """As of `Linear`."""
 
     def flops(self, step: StepSize) -> int:
         return matmul_flops(self.x.num_rows(step), self.weight)
+
+    def bytes(self, step: StepSize) -> int:
+        return int(super().bytes(step) * needed_share(self.density, self.x.num_rows(step)))
+
+    def copies(self) -> list[Weight]:
+        return [self.weight] if self.density < 1 else []
+
+
+@frozen
+class GatedRows(Op):
+    """out = gate * (x @ up.T + up_bias); rows of `up` whose gates are 0 may stay unread"""
+
+    out: Value
+    x: Value
+    gate: Value
+    up: Weight
+    up_bias: Weight | None = None
+    density: float = 1.0
+    """Expected share of gates that are not 0."""
+
+    def flops(self, step: StepSize) -> int:
+        return matmul_flops(self.x.num_rows(step), self.up)
+
+    def bytes(self, step: StepSize) -> int:
+        return int(super().bytes(step) * needed_share(self.density, self.x.num_rows(step)))
+
+    def copies(self) -> list[Weight]:
+        return [self.up] if self.density < 1 else []
+
+
+@frozen
+class Threshold(Op):
+    """out = x where |x| > least, else 0 (TEAL, Liu et al. 2024)"""
+
+    out: Value
+    x: Value
+    least: float
+
+    def flops(self, step: StepSize) -> int:
+        return self.out.num_rows(step) * self.out.width
 
 
 @frozen

@@ -150,8 +150,9 @@ class Program:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, each counted once."""
-        return sum(weight.nbytes for weight in self.weights.values())
+        """Bytes of all weights, each counted once, and of their copies."""
+        copies = {weight.name: weight for op in self.ops for weight in op.copies()}
+        return sum(w.nbytes for w in (*self.weights.values(), *copies.values()))
 
     def with_weights(self, new: Mapping[str, Weight]) -> "Program":
         return replace(self, ops=tuple(op.with_weights(new) for op in self.ops))
@@ -232,7 +233,7 @@ class Tracer:
 
     def linear(self, x: Value, weight: Weight, bias: Weight | None = None) -> Value:
         out = self._value(weight.rows, x.rows)
-        self.ops.append(Linear(out, x, weight, bias))
+        self.ops.append(Linear(out=out, x=x, weight=weight, bias=bias))
         return out
 
     def head_linear(self, x: Value, heads: tuple[Weight, ...]) -> Value:

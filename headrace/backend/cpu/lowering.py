@@ -178,7 +178,9 @@ class Lowering:
         sixth of a prefill's arithmetic.
         """
         return isinstance(op, ops.QkvRopeWrite) or (
-            isinstance(op, ops.Linear) and op.out.id in self.offset_products
+            isinstance(op, ops.Linear)
+            and op.density == 1  # a 0 has the code 0 only without an offset
+            and op.out.id in self.offset_products
         )
 
     def _readers(self) -> dict[int, _Readers]:
@@ -262,11 +264,30 @@ def _norm(lo: Lowering, op: ops.Norm) -> None:
 
 
 def _linear(lo: Lowering, op: ops.Linear) -> None:
+    if op.density < 1:
+        return _sparse_linear(lo, op, -1)
     x, weight, bias = lo.packed_input(op.x, op.weight), lo.weight(op.weight), lo.vector(op.bias)
     lo.write(op.out, lambda out: lo.plan.linear(out, x, weight, bias, -1, lo.reads_offset(op)))
+    return None
+
+
+def _sparse_linear(lo: Lowering, op: ops.Linear | ops.LinearAdd, residual: int) -> None:
+    x, weight, bias = lo.packed_input(op.x, op.weight), lo.weight(op.weight), lo.vector(op.bias)
+    lo.write(op.out, lambda out: lo.plan.sparse_linear(out, x, weight, bias, residual))
+
+
+def _gated_rows(lo: Lowering, op: ops.GatedRows) -> None:
+    x, weight, bias = lo.packed_input(op.x, op.up), lo.weight(op.up), lo.vector(op.up_bias)
+    lo.write(op.out, lambda out: lo.plan.gated_rows(out, x, lo.buffer(op.gate), weight, bias))
+
+
+def _threshold(lo: Lowering, op: ops.Threshold) -> None:
+    lo.write(op.out, lambda out: lo.plan.threshold(out, lo.buffer(op.x), op.least))
 
 
 def _linear_add(lo: Lowering, op: ops.LinearAdd) -> None:
+    if op.density < 1:
+        return _sparse_linear(lo, op, lo.buffer(op.residual))
     x, weight, bias, residual = (
         lo.packed_input(op.x, op.weight),
         lo.weight(op.weight),
@@ -274,6 +295,7 @@ def _linear_add(lo: Lowering, op: ops.LinearAdd) -> None:
         lo.buffer(op.residual),
     )
     lo.write(op.out, lambda out: lo.plan.linear(out, x, weight, bias, residual, False))
+    return None
 
 
 def _linear_activate(lo: Lowering, op: ops.LinearActivate) -> None:
@@ -439,6 +461,8 @@ LOWER: dict[type[Op], Callable[[Lowering, Any], None]] = {
     ops.Norm: _norm,
     ops.Linear: _linear,
     ops.LinearActivate: _linear_activate,
+    ops.GatedRows: _gated_rows,
+    ops.Threshold: _threshold,
     ops.LinearAdd: _linear_add,
     ops.HeadLinear: _head_linear,
     ops.ConcatHeads: _concat_heads,

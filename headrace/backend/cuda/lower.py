@@ -8,13 +8,14 @@ from dataclasses import replace
 from headrace.backend.cuda.layout import layout_of
 from headrace.program.fuse import fuse
 from headrace.program.op import Kind
+from headrace.program.sparsity import dense
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 
 
 def lower(program: Program, tensors: Mapping[str, StoredTensor]) -> Program:
     """Fuse the ops of a program and set the bytes of its weights on a GPU."""
-    program = fuse(program)
+    program = fuse(dense(program))
     matrices = {
         w.name: layout_of(tensors[w.name]).nbytes(w.rows, w.cols)
         for op in program.ops

@@ -330,6 +330,10 @@ def _scale(s: Lowering, op: ops.Scale) -> list[Launch]:
     return [elementwise.scale(s.value(op.out), s.value(op.x), op.factor)]
 
 
+def _threshold(s: Lowering, op: ops.Threshold) -> list[Launch]:
+    return [elementwise.threshold(s.value(op.out), s.value(op.x), op.least)]
+
+
 def _soft_cap(s: Lowering, op: ops.SoftCap) -> list[Launch]:
     return [elementwise.soft_cap(s.value(op.out), s.value(op.x), op.cap)]
 
@@ -392,6 +396,7 @@ LOWER: dict[type[Op], Callable[[Lowering, Any], list[Launch]]] = {
     ops.Glu: _glu,
     ops.GluLinear: _glu_linear,
     ops.Activate: _activate,
+    ops.Threshold: _threshold,
     ops.Scale: _scale,
     ops.SoftCap: _soft_cap,
     ops.Add: _add,

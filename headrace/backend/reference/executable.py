@@ -27,6 +27,7 @@ from headrace.program.adapter import (
     with_own_weights,
 )
 from headrace.program.op import Value
+from headrace.program.sparsity import dense
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.sampling.host import run_logit_ops, tokens_of
@@ -36,7 +37,7 @@ _FLOAT64_BYTES = 8
 
 
 def lower(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
-    return program.with_weights(
+    return dense(program).with_weights(
         {
             weight.name: replace(
                 weight, nbytes=_FLOAT64_BYTES * weight.rows * weight.cols, kind="f32"

@@ -114,7 +114,13 @@ METHODS: dict[str, Callable[[EngineConfig, DraftModels], Proposer]] = {
 PROPOSERS = ("off", "auto", *METHODS)
 REQUIRED_OPTIONS: dict[str, tuple[str, ...]] = {
     "draft_model": ("draft_model",),
-    "self_draft": ("draft_layers", "draft_weights", "draft_top_blocks", "early_exit"),
+    "self_draft": (
+        "draft_layers",
+        "draft_weights",
+        "draft_top_blocks",
+        "draft_sparsity",
+        "early_exit",
+    ),
     "medusa": ("medusa_heads",),
 }
 """The options that enable each method, at least one of them."""

@@ -36,6 +36,8 @@ def elementwise_kernel(
         v = factor * v
     elif OP == "soft cap":
         v = activations.soft_cap(v, factor)
+    elif OP == "threshold":
+        v = tl.where(tl.abs(v) <= factor, 0.0, v)
     elif OP == "activate":
         v = activations.activated(v, ACTIVATION)
     elif OP == "gate rows":
@@ -76,6 +78,11 @@ def scale(out: Any, x: Any, factor: float) -> Launch:
 def soft_cap(out: Any, x: Any, cap: float) -> Launch:
     """Compute `out` = cap * tanh(x / cap), both [rows, width]."""
     return _of_one("soft cap", out, x, cap)
+
+
+def threshold(out: Any, x: Any, least: float) -> Launch:
+    """Compute `out` = x where |x| > least, else 0, both [rows, width]."""
+    return _of_one("threshold", out, x, least)
 
 
 def add(out: Any, x: Any, y: Any) -> Launch:

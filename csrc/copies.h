@@ -1,0 +1,46 @@
+// The copies of a plan's matrices by columns and by rows (copy_shape.h), made when the matrices are
+// packed.
+#pragma once
+#include <map>
+#include <vector>
+
+#include "copy_shape.h"
+#include "pool.h"
+#include "weights.h"
+
+namespace headrace {
+
+class MatrixCopies {
+ public:
+  // Bytes of a copy of a matrix.
+  static size_t column_bytes(const Weight& weight, int threads);
+  static size_t row_bytes(const Weight& weight);
+
+  // Takes memory of that size for a copy of matrix `number`.
+  void add_columns(int number, const Weight& weight, int threads, uint8_t* to);
+  void add_rows(int number, const Weight& weight, uint8_t* to);
+  // Fills the copies that are new, on the pool, from the packed matrices.
+  void fill(Pool& pool);
+
+  // Null: there is no such copy.
+  const ColumnCopy* columns(int number) const { return find(columns_, number); }
+  const RowCopy* rows(int number) const { return find(rows_, number); }
+
+ private:
+  struct New {
+    int number;
+    Weight weight;
+    bool by_columns;
+  };
+  template <class T>
+  static const T* find(const std::map<int, T>& copies, int number) {
+    const auto at = copies.find(number);
+    return at == copies.end() ? nullptr : &at->second;
+  }
+
+  std::map<int, ColumnCopy> columns_;
+  std::map<int, RowCopy> rows_;
+  std::vector<New> new_;
+};
+
+}  // namespace headrace
