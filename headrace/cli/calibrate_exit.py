@@ -33,7 +33,7 @@ def add_early_exit(parser: argparse.ArgumentParser) -> None:
         type=number(0, 1),
         default=0.05,
         metavar="E",
-        help="probability that the share is larger on texts like this one (default: 0.05)",
+        help="probability that the share is larger, if tokens are independent (default: 0.05)",
     )
     group.add_argument(
         "--text",

@@ -1,7 +1,9 @@
 """Calibrates an early exit: where tokens may leave, and how clear they must be there.
 
 CALM (Schuster et al. 2022) chooses the least strict threshold whose disagreement with the full
-model is bounded with a stated probability, by learn-then-test (Angelopoulos et al. 2021).
+model is bounded with a stated probability, by learn-then-test (Angelopoulos et al. 2021). The
+test takes tokens as independent. Tokens of one topic are not, so on few topics the bound fails more
+often.
 """
 
 import math
