@@ -33,7 +33,7 @@ from headrace.record import frozen
 from headrace.validation import integer
 
 _HELD_OUT = 8
-"""One in so many tokens measures the error and is not fitted."""
+"""One in this many tokens, at the end, measures the error and is not fitted."""
 _MAX_LOGIT = 2.0**-10
 """Softmax weights then differ by at most 0.1 %; float32 still orders logits of this size."""
 _ROUTER_RIDGE, _DOWN_RIDGE = 1e-3, 0.3
@@ -116,15 +116,22 @@ def moefied_layers(
 ) -> dict[int, MoefiedLayer]:
     """Cut the FFNs by their activations on the pieces of a calibration text.
 
-    Fitted matrices become bf16, or float32 if the model's are. Raises RequestError.
+    Nothing is fitted to the last piece. Fitted matrices become bf16, or float32 if the model's
+    are. Raises RequestError.
     """
     spec, tensors = source.spec, source.checkpoint.tensors
     moefied_spec(spec, options)
+    if len(pieces) < 2:
+        raise RequestError(
+            "--moefy measures its loss on the last piece of the calibration text, and the text has "
+            "one piece; use more --calibration-tokens, or a smaller --length"
+        )
+    held_out = max(len(pieces[-1]), sum(map(len, pieces)) // _HELD_OUT)
     layers = options.layers or tuple(range(spec.num_layers))
     result = {}
     reading = _ffn_rows(spec, tensors, layers, pieces, threads, on_progress)
     for layer, x, hidden in reading:
-        ffn = _Ffn(layer, tensors, x, hidden, options)
+        ffn = _Ffn(layer, tensors, x, hidden, options, held_out)
         result[layer] = MoefiedLayer(ffn.tensors(), ffn.error)
     return result
 
@@ -174,11 +181,12 @@ class _Ffn:
         x: Floats,
         hidden: Floats,
         options: Moefication,
+        held_out: int,
     ) -> None:
         self._name = f"layers.{layer}"
         self._old = {part: tensors[f"{self._name}.{part}"] for part in _PARTS}
         self._active = options.active - options.num_shared
-        fitted = len(x) - len(x) // _HELD_OUT
+        fitted = len(x) - held_out
         columns = self._old["down"].dequantise().T  # [neurons, dim]
         self._groups = group_neurons(
             hidden[:fitted],
@@ -253,12 +261,13 @@ def fit_down(used: Floats, missing: Floats) -> Floats:
 
 
 def _ridge(x: Floats, y: Floats, strength: float) -> Floats:
-    """The ridge regression [cols of x, cols of y]."""
-    products = x.T @ x
-    mean = float(np.trace(products)) / len(products)
-    products[np.diag_indices_from(products)] += max(strength * mean, 1e-30)
-    solution: Floats = np.linalg.solve(products, x.T @ y)
-    return solution
+    """The ridge regression [cols of x, cols of y], by the smaller of the two products of `x`."""
+    penalty = max(strength * float(np.square(x).sum()) / x.shape[1], 1e-30)
+    is_wide = x.shape[0] < x.shape[1]
+    products = x @ x.T if is_wide else x.T @ x
+    products[np.diag_indices_from(products)] += np.float32(penalty)
+    solution: Floats = np.linalg.solve(products, y if is_wide else x.T @ y)
+    return x.T @ solution if is_wide else solution
 
 
 def _rows(tensor: StoredTensor, name: str, rows: Neurons) -> StoredTensor:

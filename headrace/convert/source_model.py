@@ -103,4 +103,8 @@ def gguf_layout(architecture: str) -> GgufLayout:
 def open_source_model(path: Path) -> SourceModel:
     """Raises as `open_checkpoint`."""
     checkpoint = open_checkpoint(path)
-    return SourceModel(checkpoint, isinstance(checkpoint.tokenizer_source, Path), checkpoint.stored)
+    return SourceModel(
+        checkpoint=checkpoint,
+        is_folder=isinstance(checkpoint.tokenizer_source, Path),
+        tensors=checkpoint.stored,
+    )

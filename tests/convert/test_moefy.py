@@ -102,6 +102,10 @@ def test_down_is_fitted_to_what_is_missing() -> None:
     rest = missing - used @ fit_down(used, missing)
     assert np.linalg.norm(rest) < 0.5 * np.linalg.norm(missing)
     assert not fit_down(used, np.zeros_like(missing)).any()
+    # A text of fewer tokens than neurons is fitted by the other product.
+    few = fit_down(used[:20], missing[:20])
+    twice = fit_down(np.tile(used[:20], (2, 1)), np.tile(missing[:20], (2, 1)))
+    np.testing.assert_allclose(few, twice, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("variant", ["smollm2", "qwen2", "llama3-gqa"])
@@ -159,6 +163,9 @@ def test_refusals(tmp_path: Path) -> None:
     for spec, options, reason in cases:
         with pytest.raises(RequestError, match=reason):
             moefied_spec(spec, options)
+    source = dense_model("smollm2", tmp_path / "dense")
+    with pytest.raises(RequestError, match="the text has one piece"):
+        moefied_layers(source, Moefication(experts=4, active=2), PIECES[:1], 1, lambda done: None)
     source = dense_model("qwen3", tmp_path / "model")
     with pytest.raises(UnsupportedModelError, match="qk_norm would be none instead of head"):
         to_folder(moefied(source, 4, 2), tmp_path / "out")
