@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.checkpoint.quantisation import method_of
+from headrace.checkpoint.quantisation.sparse import sparse_note
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.quant.sparse import largest_two
 from tests.folders import assembled
@@ -179,6 +180,16 @@ def test_kept_int8_values_need_scales_and_no_zero_points(tmp_path: Path) -> None
 def test_refused_layouts(sparsity: Any, message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         method_of(INT8 | {"sparsity_config": sparsity})
+
+
+@pytest.mark.parametrize(
+    ("prune", "shown"), [("wanda", "pruned by wanda;"), ("\x1b[2J", "pruned;"), (7, "pruned;")]
+)
+def test_the_note_about_a_sparse_model(prune: Any, shown: str) -> None:
+    sparsity = MASKED["sparsity_config"] | {"prune": prune}
+    note = sparse_note(MASKED | {"sparsity_config": sparsity})
+    assert note and shown in note
+    assert sparse_note(ANY_MASK) is None and sparse_note(None) is None
 
 
 def test_other_declared_structures_are_dense(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ from headrace.quant.spec import QuantSpec, TableRows
 BITMASK, BITMASK_24, DENSE = "sparse-bitmask", "sparse-24-bitmask", "dense"
 LAYOUTS = (BITMASK_24, BITMASK, DENSE)
 _STRUCTURE = "2:4"
+_PRUNE_METHODS = ("magnitude", "wanda", "sparsegpt")
+"""Names that `headrace convert` writes; a file is not trusted with others."""
 _VALUES, _PLACES, _SHAPE = ".compressed", ".bitmask", ".shape"
 _PARTS = (_VALUES, _PLACES, _SHAPE, ".row_offsets")
 _BF16 = QuantSpec(bits=16, group=0, scale="none", codebook="bf16", is_sparse=True)
@@ -56,8 +58,7 @@ def sparse_note(config: Any) -> str | None:
     sparsity = config.get("sparsity_config") if isinstance(config, dict) else None
     if not sparsity or sparsity.get("sparsity_structure") != _STRUCTURE:
         return None
-    prune = sparsity.get("prune")
-    by = f" by {prune[:40]}" if isinstance(prune, str) else ""
+    by = f" by {sparsity['prune']}" if sparsity.get("prune") in _PRUNE_METHODS else ""
     return (
         f"two of four weights are 0, pruned{by}; `headrace eval MODEL --reference DENSE` measures "
         "what the model lost"
