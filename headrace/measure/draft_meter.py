@@ -32,7 +32,7 @@ class DraftMeter:
             self._text.append(_chosen(full, self._text, len(self._text) - 1))
 
     @staticmethod
-    def room(tokens: int) -> int:
+    def spare(tokens: int) -> int:
         """Tokens that a model needs room for after the given text."""
         return tokens + _MAX_DEPTH + 1
 

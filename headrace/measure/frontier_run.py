@@ -162,8 +162,8 @@ def measure_frontier(
     integer("depth", depth, 2, MAX_TOKENS)
     integer("tokens", tokens, 2, MAX_TOKENS)
     drafted = _QUICK_DRAFTED if quick else _DRAFTED
-    room = DraftMeter.room(drafted)
-    evaluator = Evaluator(model, options, text, tokens, depth, on_progress, room)
+    spare = DraftMeter.spare(drafted)
+    evaluator = Evaluator(model, options, text, tokens, depth, on_progress, spare)
     if evaluator.mode.lossy:
         raise RequestError(
             f"a frontier measures all modes; leave out this one: {evaluator.mode.lossy}"
