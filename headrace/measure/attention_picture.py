@@ -10,7 +10,7 @@ from headrace.measure.attention_profile import AttentionProfile, HeadAttention, 
 from headrace.planner.svg import COLOURS, FAINT, GRID, document, line, text
 
 _LEFT, _RIGHT, _TOP, _WIDTH = 76, 870, 84, 1000
-_FEW, _MANY = "#f7f7f7", COLOURS[1]
+_FEW, _MANY = "#f9ede4", COLOURS[1]
 _SHARE = 1
 """Index in `SHARES` of the weight that is drawn: 99 %."""
 _DECADES = 3.0

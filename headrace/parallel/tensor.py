@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from headrace.errors import UnsupportedModelError
 from headrace.parallel.partition import (
     TILE_ROWS,
     kv_head_parts,
@@ -268,6 +269,13 @@ class TensorParallel:
         head_parts = query_head_parts(op.num_heads, op.num_kv_heads, self.ranks)
         first, last = head_parts[self.rank]
         first_kv, last_kv = kv_head_parts(op.num_kv_heads, self.ranks)[self.rank]
+        share = op.num_heads // op.num_kv_heads
+        if op.top_blocks and last - first != share * (last_kv - first_kv):
+            raise UnsupportedModelError(
+                f"{self.ranks} ranks divide the query heads of a KV head, which choose blocks of "
+                f"KV together; use at most {op.num_kv_heads} ranks, or set attention_top_blocks "
+                "and draft_top_blocks to 0"
+            )
         q = self._part(op.q, self._required_parts[op.q.id])
         self._ops.append(
             replace(

@@ -19,6 +19,7 @@ from headrace.model.spec import ExpertSpec
 from headrace.planner.fit import RUNTIME_BYTES
 from headrace.planner.hardware import READ_BYTES, Machine
 from headrace.program.kv import token_bytes
+from tests.checkpoint.conftest import write_tiny_gguf
 from tests.tiny import tiny_model
 
 HERE = Machine("Zen 4", "avx512", 2, 36e9, {"int8": 940e9, "bf16": 470e9, "f32": 235e9})
@@ -290,6 +291,35 @@ class TestProfileErrors:
     ) -> None:
         err = self.refused(capsys, 2, *words)
         assert words[0].partition("=")[0] in err and "headrace profile --help" in err
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (("--tokens", "99"), "--tokens belongs to a profile of attention; add --attention"),
+            (("--attention", "--depth", "8"), "--depth does not belong to a profile of attention"),
+            (("--attention", "--batch", "8"), "--batch does not belong to"),
+            (("--attention", "--turns", "2"), "--turns does not belong to"),
+            (("--attention", "-tp", "2"), "--tensor-parallel-size does not belong to"),
+            (("--attention", "--backend", "reference"), "--backend does not belong to"),
+        ],
+    )
+    def test_flags_of_the_other_profile(
+        self, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+    ) -> None:
+        assert message in self.refused(capsys, 2, *words)
+
+
+def test_profile_of_attention(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model, text = write_tiny_gguf(tmp_path / "model.gguf"), tmp_path / "text.txt"
+    text.write_text("hello well low hold " * 60)
+    words = ["profile", str(model), "--attention", "--text", str(text), "--tokens", "128"]
+    picture = tmp_path / "heads.svg"
+    assert main([*words, "--svg", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert "keys of 64 rows" in out and "% by bounds" in out and str(picture) in out
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == 64
 
 
 def test_profile_of_the_default_model(headrace, smollm2: Path) -> None:

@@ -13,18 +13,21 @@ from headrace import LLM
 from headrace.backend import compile_program, forward
 from headrace.backend_traits import KvDtype, check_top_blocks, traits_of
 from headrace.config import EngineConfig, KvConfig
-from headrace.errors import RequestError
+from headrace.errors import RequestError, UnsupportedModelError
 from headrace.loader.options import engine_config
 from headrace.model import trace_model
 from headrace.model.spec import MlaSpec, ModelSpec, RopeSpec
 from headrace.outputs import RequestOutput
+from headrace.parallel.tensor import TensorParallel
 from headrace.program.op import StepSize
 from headrace.program.ops import Attention
+from headrace.quant.formats import StoredTensor
 from headrace.quant.kv import bound_bytes
 from headrace.sampling_params import SamplingParams
 from tests.backend.batches import Sequence, batch_of
 from tests.checkpoint.conftest import write_tiny_gguf
 from tests.engine.test_promise import BIASED, GEMMA, LOADS, VOCAB, Ask, keeps_the_promise, truth
+from tests.parallel.lockstep import LockStep
 from tests.random_trees import RandomTrees
 from tests.tiny import Tensors, run_all, tiny_engine, tiny_model
 
@@ -210,3 +213,36 @@ def test_a_backend_without_top_blocks_refuses_them(option: str) -> None:
     with pytest.raises(RequestError, match=f"{option} 3 is not supported on cuda; choose backend"):
         check_top_blocks("cuda", option, 3)
     check_top_blocks("cuda", option, 0)
+
+
+def test_tensor_parallel_ranks_choose_the_same_blocks() -> None:
+    """Ranks with whole KV heads give the bits of one rank, and others are refused."""
+    spec, tensors = model("llama")
+    program = trace_model(spec, tensors).with_top_blocks(2)
+    kv = KvConfig((12,), 32, "f32")
+    batch = batch_of([Sequence([*range(12)], 32)], [TEXT[:300]], [([], [])], False)
+    ranks = [TensorParallel(program, rank, 2).rewritten() for rank in range(2)]
+    (expected,), results = (
+        LockStep(stages, tensors, kv).logits(batch) for stages in ([[program]], [ranks])
+    )
+    for logits in results:
+        np.testing.assert_array_equal(logits, expected)
+    with pytest.raises(UnsupportedModelError, match="4 ranks divide the query heads of a KV head"):
+        TensorParallel(program, 0, 4).rewritten()
+
+
+@pytest.mark.parametrize("kv_dtype", traits_of("cpu").kv_dtypes)
+def test_no_row_looks_past_a_key_that_is_not_finite(kv_dtype: KvDtype) -> None:
+    """All rows that can see the token fail, though most blocks are not chosen."""
+    spec, tensors = model("llama")
+    embedding = tensors["embed"].dequantise().copy()
+    embedding[60] = np.inf
+    tensors = tensors | {"embed": StoredTensor.from_floats("embed", embedding)}
+    text = [*TEXT[:70], 60, *TEXT[70:300]]
+    program = trace_model(spec, tensors).with_top_blocks(1)
+    executable = compile_program("cpu", program, tensors, KvConfig((12,), 32, kv_dtype), 1)
+    logits = forward(
+        executable, batch_of([Sequence([*range(12)], 32)], [text], [([], [])], False)
+    ).logits
+    assert logits is not None
+    assert np.isfinite(logits[:70]).all() and not np.isfinite(logits[70:]).all(axis=1).any()
