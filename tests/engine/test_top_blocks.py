@@ -198,6 +198,7 @@ def test_top_blocks_draft_and_change_no_token(tmp_path: Path, options: dict[str,
             backend="cpu",
             proposer="self_draft",
             draft_top_blocks=1,
+            adaptive_speculation=False,
             **shared | options,
         ) as llm,
     ):
