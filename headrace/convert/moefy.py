@@ -5,7 +5,7 @@ Groups of neurons are CMoE's (Pei et al. 2025). Three parts have a closed form:
 * The router is a ridge regression, from the FFN's input to each expert's share of the output.
 
 * `down` is fitted again, by a ridge regression towards its old values, to the output that all
-  neurons would give. If all experts are active, nothing is missing, and `down` keeps its values.
+  neurons would give. If all experts are active, nothing is lost, and `down` keeps its values.
 
 * The experts of a dense FFN have the weight 1, and Qwen2-MoE multiplies each with a soft-max over
   all experts, and the shared expert with a sigmoid. So the router's logits are below 2^-10, which
@@ -198,8 +198,8 @@ class _Ffn:
         self._router = fit_router(x[:fitted], np.stack(norms, axis=1)[:fitted])
 
         used = hidden * self._mask(x, hidden.shape[1])
-        missing = (hidden - used) @ columns
-        self._columns = columns + fit_down(used[:fitted], missing[:fitted])
+        lost = (hidden - used) @ columns
+        self._columns = columns + fit_down(used[:fitted], lost[:fitted])
         wanted, result = hidden[fitted:] @ columns, used[fitted:] @ self._columns
         size = max(float(np.linalg.norm(wanted)), 1e-30)
         self.error = float(np.linalg.norm(result - wanted)) / size
@@ -250,14 +250,14 @@ def fit_router(x: Floats, norms: Floats) -> Floats:
     return np.ascontiguousarray(router * np.float32(_MAX_LOGIT / max(largest, 1e-30)))
 
 
-def fit_down(used: Floats, missing: Floats) -> Floats:
-    """Fit the change [neurons, dim] of `down` that adds `missing` [tokens, dim].
+def fit_down(used: Floats, lost: Floats) -> Floats:
+    """Fit the change [neurons, dim] of `down` that adds `lost` [tokens, dim].
 
     `used` [tokens, neurons] are the hidden rows, with zeros for neurons that a token leaves out.
     """
-    if not missing.any():
-        return np.zeros((used.shape[1], missing.shape[1]), np.float32)
-    return _ridge(used, missing, _DOWN_RIDGE)
+    if not lost.any():
+        return np.zeros((used.shape[1], lost.shape[1]), np.float32)
+    return _ridge(used, lost, _DOWN_RIDGE)
 
 
 def _ridge(x: Floats, y: Floats, strength: float) -> Floats:

@@ -76,14 +76,14 @@ def _balanced_clusters(features: Floats, size: int) -> NDArray[np.int64]:
 
 
 def _assign(distance: Floats, size: int) -> NDArray[np.int64]:
-    """Give each row a cluster with room, nearest pairs first, then swap pairs that gain."""
+    """Give each row a cluster with free places, nearest pairs first, then swap pairs that gain."""
     num_rows, num_clusters = distance.shape
-    cluster, room = [-1] * num_rows, [size] * num_clusters
+    cluster, free = [-1] * num_rows, [size] * num_clusters
     for pair in np.argsort(distance, axis=None, kind="stable").tolist():
         row, c = divmod(pair, num_clusters)
-        if cluster[row] < 0 and room[c]:
+        if cluster[row] < 0 and free[c]:
             cluster[row] = c
-            room[c] -= 1
+            free[c] -= 1
     assigned = np.array(cluster, np.int64)
     for _ in range(_SWAP_ROUNDS):
         swaps = [_swap(distance, assigned, a, b) for a, b in combinations(range(num_clusters), 2)]

@@ -171,7 +171,13 @@ def measure_frontier(
 
     with SpillFile() as reference, tempfile.TemporaryDirectory(prefix="headrace-") as folder:
         evaluator.score_reference(None, reference)
-        workshop = Workshop(evaluator, Path(folder), formats, files or {}, quick)
+        workshop = Workshop(
+            evaluator=evaluator,
+            folder=Path(folder),
+            formats=formats,
+            files=files or {},
+            is_quick=quick,
+        )
         meter = _FormMeter(workshop, reference, drafted)
         points, left_out = [meter.full(model)], dict[str, str]()
         rungs = rungs_of(workshop)

@@ -93,18 +93,18 @@ def test_the_router_prefers_the_largest_output() -> None:
     assert np.mean(logits.argmax(1) == norms.argmax(1)) > 0.7
 
 
-def test_down_is_fitted_to_what_is_missing() -> None:
+def test_down_is_fitted_to_lost_output() -> None:
     rng = np.random.default_rng(4)
     hidden = rng.standard_normal((500, 32)).astype(np.float32)
     hidden[:, 16:] = hidden[:, :16] + 0.1 * hidden[:, 16:]
     used = hidden * (np.arange(32) < 16)
-    missing = (hidden - used) @ rng.standard_normal((32, 8)).astype(np.float32)
-    rest = missing - used @ fit_down(used, missing)
-    assert np.linalg.norm(rest) < 0.5 * np.linalg.norm(missing)
-    assert not fit_down(used, np.zeros_like(missing)).any()
+    lost = (hidden - used) @ rng.standard_normal((32, 8)).astype(np.float32)
+    rest = lost - used @ fit_down(used, lost)
+    assert np.linalg.norm(rest) < 0.5 * np.linalg.norm(lost)
+    assert not fit_down(used, np.zeros_like(lost)).any()
     # A text of fewer tokens than neurons is fitted by the other product.
-    few = fit_down(used[:20], missing[:20])
-    twice = fit_down(np.tile(used[:20], (2, 1)), np.tile(missing[:20], (2, 1)))
+    few = fit_down(used[:20], lost[:20])
+    twice = fit_down(np.tile(used[:20], (2, 1)), np.tile(lost[:20], (2, 1)))
     np.testing.assert_allclose(few, twice, rtol=1e-3, atol=1e-4)
 
 

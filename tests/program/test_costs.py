@@ -169,8 +169,8 @@ def test_costs_cover_every_op() -> None:
         for op in (vars(ops) | vars(moe)).values()
         if isinstance(op, type) and issubclass(op, Op) and op is not Op
     }
-    # Rewritten programs have them, and tests/engine/test_activation_sparsity.py covers these.
-    every -= {ops.GatedRows, ops.Threshold}
+    # Rewritten programs have them: tests/engine/test_activation_sparsity.py, test_early_exit.py.
+    every -= {ops.ExitChoice, ops.GatedRows, ops.Threshold}
     assert every == {type(op) for program, _ in programs(shape) for op in program.ops}
 
 
