@@ -46,6 +46,9 @@ METHODS = [
     Method("auto, adaptive", {"proposer": "auto"}, happened=lambda stats: stats.steps > 0),
     Method("draft model", draft={"how": "draft_model"}),
     Method("first layers", draft={"how": "self_draft", "depth": 3, "width": 2}),
+    Method("listed layers", draft={"how": "self_draft", "layers": (1,), "depth": 3}),
+    Method("2:4 weights", draft={"how": "self_draft", "format": "int8-2:4", "depth": 3}),
+    Method("best blocks", draft={"how": "self_draft", "draft_top_blocks": 1, "depth": 3}),
     Method("Medusa heads", draft={"how": "medusa", "depth": 3, "width": 2}),
     Method("auto with all of these", draft={"how": "auto", "depth": 3}),
     Method(
@@ -100,6 +103,14 @@ AXES: list[tuple[Option, Option]] = [
 ]
 """Alternatives; a case chooses one option of each pair."""
 
+MODES = [
+    Option("attention window", model={"attention_window": 40, "attention_sinks": 2}),
+    Option("top blocks", model={"attention_top_blocks": 1}),
+    Option("2:4 weights", model={"format": "int8-2:4"}),
+    Option("experts", model={"experts": 4}),
+]
+"""Lossy modes. The plain engine of the comparison is in the mode, too."""
+
 OPTIONS = [option for axis in AXES for option in axis if option.title]
 
 Case = tuple[Option, ...]
@@ -146,6 +157,20 @@ REAL_CASES: list[tuple[str, list[str]]] = [
 """Cases on the default model, which has 4-bit weights: a prompt, and the titles of its options."""
 
 
+FEW_BLOCKS = Option("few blocks", engine={"slots": 256})
+"""Blocks for the prompts, and not for all outputs at once."""
+
+MODE_CASES = [
+    (mode, *case)
+    for mode in MODES
+    for case in (
+        tuple(on for _, on in AXES if on.title not in ("sampled", "int4 weights", "preemption")),
+        (*(option for option in OPTIONS if option.title == "sampled"), FEW_BLOCKS),
+    )
+]
+"""Cases of each mode: greedy with nearly all options, and sampled with few blocks."""
+
+
 def title(case: Case) -> str:
     """Title of a case, for the page and for test ids."""
     return ", ".join(option.title for option in case if option.title)
@@ -167,24 +192,30 @@ def page() -> str:
         f"Methods without a model of their own run {len(REAL_CASES)} more cases on the default "
         "model",
         "(`tests/engine/test_drafts_real.py` runs the other methods on it).",
+        f"{len(MODE_CASES)} cases more are in lossy modes.",
         "A cell is the number of cases with the option.",
         "With the prefix cache, one request is sent twice.",
         "Each method also runs in one batch with beam searches, and neither changes the other's "
         "output.",
         "",
-        f"| method | {' | '.join(option.title for option in OPTIONS)} |",
-        f"|---|{'---|' * len(OPTIONS)}",
+        "In each lossy mode, plain decoding is in the mode, too: a mode is a model of its own.",
+        "",
+        f"| method | {' | '.join(option.title for option in (*OPTIONS, *MODES))} |",
+        f"|---|{'---|' * len((*OPTIONS, *MODES))}",
     ]
     for method in METHODS:
         real = [] if method.draft else REAL_CASES
         counts = [
             sum(option in case for case in CASES)
             + sum(option.title in titles for _, titles in real)
-            for option in OPTIONS
+            + sum(option in case for case in MODE_CASES)
+            for option in (*OPTIONS, *MODES)
         ]
         lines.append(f"| {method.title} | {' | '.join(str(count) for count in counts)} |")
     lines += ["", "The cases on the tiny model:"]
     lines += [f"* {title(case)}" for case in CASES]
+    lines += ["", "The cases in lossy modes, with a prompt of 170 tokens:"]
+    lines += [f"* {title(case)}" for case in MODE_CASES]
     lines += ["", "On the default model:"]
     lines += [
         f"* {', '.join(titles)}: `{prompt[:40].splitlines()[0]}...`"

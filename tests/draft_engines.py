@@ -1,5 +1,6 @@
 """Engines over tiny models with each way to draft, for tests of speculation."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -8,10 +9,9 @@ import numpy as np
 
 from headrace.backend import Executable, compile_program
 from headrace.backend_traits import KvDtype
-from headrace.config import EngineConfig, KvConfig
+from headrace.config import LOSSY_OPTIONS, EngineConfig, KvConfig
 from headrace.engine.engine import Engine
 from headrace.kv.manager import KvManager
-from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.program.trace import trace
 from headrace.proposer import Proposer
@@ -25,7 +25,7 @@ from headrace.speculation.proposers import (
 )
 from headrace.speculation.proposers.draft_model import max_rows
 from headrace.speculation.proposers.medusa import head_forward
-from tests.tiny import BLOCK_SIZE, Tensors, tiny_engine
+from tests.tiny import BLOCK_SIZE, Tensors, mode_program, tiny_engine
 
 Model = tuple[ModelSpec, Tensors]
 
@@ -36,7 +36,8 @@ def draft_engine(
     backend: str = "cpu",
     *,
     draft: Model | None = None,
-    layers: int = 1,
+    layers: Sequence[int] = (0,),
+    draft_top_blocks: int = 0,
     depth: int = 4,
     width: int = 1,
     slots: int = 256,
@@ -47,7 +48,8 @@ def draft_engine(
 ) -> tuple[Engine, dict[str, Proposer]]:
     """An engine that drafts by `how`, a proposer's name or `auto` for all, and its proposers.
 
-    Without `draft` the model itself is the draft model.
+    Without `draft` the model itself is the draft model. For `self_draft`, `draft` has the weights
+    of all `layers`.
     """
     spec, tensors = model
     size = BLOCK_SIZE[backend]
@@ -63,11 +65,10 @@ def draft_engine(
         **required,
     )
     methods = enabled_methods(draft_config)
-    window = (
-        config.get("attention_window", 0),
-        config.get("attention_sinks", EngineConfig.attention_sinks),
-    )
-    program = trace_model(spec, tensors).with_window(*window).with_pooled()
+    mode = EngineConfig(**{name: value for name, value in config.items() if name in LOSSY_OPTIONS})
+    program = mode_program(model, mode).with_pooled()
+    if draft_top_blocks:
+        program = program.with_key_bounds()
     kv = KvConfig((-(-slots // size),) * len(program.kv_groups), size, kv_dtype)
     target = compile_program(
         backend,
@@ -79,7 +80,7 @@ def draft_engine(
     draft_models = DraftModels(block_size=size)
     if "draft_model" in methods:
         draft_spec, draft_tensors = draft or model
-        draft_program = trace_model(draft_spec, draft_tensors).with_window(*window)
+        draft_program = mode_program((draft_spec, draft_tensors), mode)
         num_blocks = -(-(draft_slots or slots) // size)
         draft_kv = replace(kv, num_blocks=(num_blocks,) * len(draft_program.kv_groups))
         compiled = target.attach(draft_program, draft_tensors, draft_kv)
@@ -88,9 +89,22 @@ def draft_engine(
             draft_models, draft=DraftModel(compiled, manager, max_length or spec.max_context)
         )
     if "self_draft" in methods:
-        short_spec = spec.with_layers(range(layers))
-        first_layers = trace_model(short_spec, tensors).with_window(*window)
-        draft_models = replace(draft_models, self_draft=target.attach(first_layers, tensors))
+        own = (
+            {
+                f"own.{name}": replace(stored, name=f"own.{name}")
+                for name, stored in draft[1].items()
+            }
+            if draft
+            else {}
+        )
+        short = mode_program((spec.with_layers(layers), draft[1] if draft else tensors), mode)
+        short = short.with_top_blocks(draft_top_blocks)
+        if draft:
+            short = short.with_weights(
+                {name: replace(w, name=f"own.{name}") for name, w in short.weights.items()}
+            )
+        attached = target.attach(short, {**tensors, **own})
+        draft_models = replace(draft_models, self_draft=attached)
     if "medusa" in methods:
         draft_models = replace(draft_models, heads=medusa_heads(target, spec, depth))
     proposers = make_proposers(draft_config, draft_models)

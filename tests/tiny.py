@@ -16,6 +16,7 @@ from headrace.loader.activation_sparsity import sparse_program
 from headrace.model import tensor_shapes, trace_model
 from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.outputs import RequestOutput, Update
+from headrace.program.trace import Program
 from headrace.proposer import Proposer
 from headrace.quant.formats import StoredTensor
 from headrace.sampling_params import SamplingParams
@@ -173,6 +174,16 @@ def tiny_executable(
     return compile_program(backend, trace_model(spec, tensors).with_pooled(), tensors, kv, threads)
 
 
+def mode_program(model: tuple[ModelSpec, Tensors], options: EngineConfig) -> Program:
+    """Trace a model with the lossy options of a configuration, as the loader does."""
+    program = (
+        trace_model(*model)
+        .with_window(options.attention_window, options.attention_sinks)
+        .with_top_blocks(options.attention_top_blocks)
+    )
+    return sparse_program(options, program)
+
+
 def tiny_engine(
     model: tuple[ModelSpec, Tensors],
     backend: str = "reference",
@@ -208,12 +219,7 @@ def tiny_engine(
     }
     options = EngineConfig(backend=backend, **defaults | config)
     block_size = BLOCK_SIZE[backend]
-    program = (
-        trace_model(spec, tensors)
-        .with_window(options.attention_window, options.attention_sinks)
-        .with_top_blocks(options.attention_top_blocks)
-    )
-    program = sparse_program(options, program).with_pooled()
+    program = mode_program(model, options).with_pooled()
     groups = program.kv_groups
     kv = KvConfig((-(-slots // block_size),) * len(groups), block_size, options.kv_format)
     if not release_outside_window:

@@ -151,7 +151,7 @@ class Evaluator:
         on_progress: ProgressCallback,
         spare: int = 0,
     ) -> None:
-        """`spare`: tokens that compiled models have room for after a piece of the text."""
+        """`spare`: tokens that compiled models can hold after a piece of the text."""
         checkpoint = open_files(model, engine_config(options))
         if not checkpoint.spec.has_head:
             raise RequestError(

@@ -34,7 +34,7 @@ PENALISED = SamplingParams(
 )
 SEVERAL = SamplingParams(n=3, seed=7, max_tokens=30)
 PROMPTS = [[7, 8, 9, 7, 8], [3], list(range(40))]
-ALL_LAYERS = {"draft_model": {}, "self_draft": {"layers": 3}}
+ALL_LAYERS = {"draft_model": {}, "self_draft": {"layers": range(3)}}
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -55,7 +55,7 @@ def test_the_model_itself_is_always_right(backend: str, how: str, params: Sampli
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_fewer_layers_are_sometimes_right(width: int) -> None:
-    engine, _ = draft_engine(MODEL, "self_draft", layers=2, width=width)
+    engine, _ = draft_engine(MODEL, "self_draft", layers=range(2), width=width)
     run_all(engine, [(prompt, GREEDY) for prompt in PROMPTS])
     stats = engine.stats()
     assert 0 < stats.accepted < stats.drafted
@@ -133,7 +133,7 @@ def test_typical_acceptance_of_trees(how: str, width: int) -> None:
     accepted = []
     for method in ("exact", "typical"):
         engine, _ = draft_engine(
-            MODEL, how, layers=2, width=width, depth=2, acceptance_method=method
+            MODEL, how, layers=range(2), width=width, depth=2, acceptance_method=method
         )
         for one, other in zip(run_all(engine, requests), plain, strict=True):
             same(one, other, exact=True)
@@ -144,7 +144,9 @@ def test_typical_acceptance_of_trees(how: str, width: int) -> None:
     assert accepted[0] < accepted[1]
 
 
-@pytest.mark.parametrize(("how", "options"), [("draft_model", {}), ("self_draft", {"layers": 3})])
+@pytest.mark.parametrize(
+    ("how", "options"), [("draft_model", {}), ("self_draft", {"layers": range(3)})]
+)
 @pytest.mark.parametrize("method", ["rejection", "typical"])
 def test_other_acceptance_methods(how: str, options: dict[str, Any], method: str) -> None:
     """If the model drafts for itself, q equals p and every draft is accepted. Greedy tokens equal
