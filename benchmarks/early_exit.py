@@ -20,7 +20,7 @@ from headrace.measure.early_exit import ExitReader, choose_exit, exit_on, split_
 from headrace.measure.progress import ignore_progress
 
 _SPLITS = 20
-_LENGTH = 512
+_LENGTH = 256
 
 
 def main() -> None:
@@ -40,8 +40,9 @@ def main() -> None:
     fitting, pieces = split_pieces(pieces, order)
     reader = ExitReader(config, checkpoint, _LENGTH)
     maps = reader.fit(fitting, ignore_progress)
-    rows, piece_of = reader.read(pieces, maps, ignore_progress)
+    rows = reader.read(pieces, maps, ignore_progress)
     reader.close()
+    piece_of = rows[reader.depths[0]].piece
     print(
         f"{args.model}, {num_layers} layers: {sum(map(len, fitting)):,} tokens fit the maps, "
         f"{len(piece_of):,} in {len(pieces)} pieces choose and measure"

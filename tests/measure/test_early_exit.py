@@ -15,6 +15,7 @@ from headrace.measure.early_exit import (
     calibrate_early_exit,
     choose_exit,
     exit_on,
+    largest_share,
     most_events,
 )
 from headrace.model.spec import EarlyExit
@@ -28,7 +29,14 @@ def made_rows(rng: np.random.Generator, tokens: int, skill: float) -> ExitRows:
     margin = rng.random(tokens).astype(np.float32)
     agrees = rng.random(tokens) < 1 - (1 - margin) ** skill / 2
     zeros = np.zeros(tokens, np.float32)
-    return ExitRows(margin=margin, agrees=agrees, nll=zeros + 2, nll_full=zeros + 1, kl=zeros + 0.5)
+    return ExitRows(
+        margin=margin,
+        agrees=agrees,
+        nll=zeros + 2,
+        nll_full=zeros + 1,
+        kl=zeros + 0.5,
+        piece=np.arange(tokens) // 5,
+    )
 
 
 @pytest.mark.parametrize("bound", [0.01, 0.05, 0.2])
@@ -79,6 +87,16 @@ def test_the_most_events_that_show_a_bound(
     assert most_events(trials, share, error) == most
 
 
+def test_pieces_that_differ_weaken_the_bound() -> None:
+    """The t interval of four pieces by hand, and equal pieces without spread."""
+    sizes = np.array([100, 100, 100, 100])
+    found = largest_share(np.array([0.0, 2.0, 4.0, 2.0]), sizes, 0.05)
+    # Share 0.02, standard error sqrt(8 / 3 * 4) / 400, and t = 2.353 with 3 degrees of freedom.
+    assert found == pytest.approx(0.02 + 2.353 * np.sqrt(32 / 3) / 400, rel=0.01)
+    assert largest_share(np.full(4, 2.0), sizes, 0.05) == 0.02
+    assert largest_share(np.array([0.0]), sizes[:1], 0.05) == np.inf
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return write_tiny_gguf(tmp_path / "target.gguf")
@@ -87,7 +105,7 @@ def model(tmp_path: Path) -> Path:
 def test_calibrate_writes_a_file_that_runs(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The tokens of the mode are the same with drafts and without."""
     file = model.with_name("exit.json")
-    words = ("--early-exit", "0.9", "--tokens", "1024", "--output", str(file))
+    words = ("--early-exit", "0.9", "--tokens", "4096", "--output", str(file))
     assert main(["calibrate", str(model), *words]) == 0
     assert "after 1 of 2 layers, if the best" in capsys.readouterr().out
     facts = json.loads(file.read_text())
@@ -126,7 +144,7 @@ def test_calibrate_writes_a_file_that_runs(model: Path, capsys: pytest.CaptureFi
 def test_unsuited_files_are_refused(model: Path, change: Any, message: str) -> None:
     file = model.with_name("exit.json")
     if isinstance(change, dict):
-        calibrate_early_exit(str(model), 0.9, tokens=1024, threads=1).write(file)
+        calibrate_early_exit(str(model), 0.9, tokens=4096, threads=1).write(file)
         file.write_text(json.dumps(json.loads(file.read_text()) | change))
     elif change:
         file.write_text(change)
@@ -138,8 +156,8 @@ def test_unsuited_files_are_refused(model: Path, change: Any, message: str) -> N
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--tokens", "768"), "and a calibration needs 4: some fit, some choose and some measure"),
-        (("--tokens", "1024"), "no exit keeps 0.0% disagreement with probability 95%"),
+        (("--tokens", "768"), "and a calibration needs 16: some fit, some choose and some"),
+        (("--tokens", "4096"), "no exit keeps 0.0% disagreement with probability 95%"),
         (("--layers", "1"), "--early-exit reads a text without drafts; leave out: layers"),
         (("--early-exit", "2"), "'2' is not a number from 0 to 1"),
     ],
@@ -164,6 +182,6 @@ def test_options_that_do_not_combine_are_refused(
     model: Path, options: dict[str, Any], message: str
 ) -> None:
     file = model.with_name("exit.json")
-    calibrate_early_exit(str(model), 0.9, tokens=1024, threads=1).write(file)
+    calibrate_early_exit(str(model), 0.9, tokens=4096, threads=1).write(file)
     with pytest.raises(HeadraceError, match=message):
         LLM(str(model), early_exit=str(file), **options, **OPTIONS)
