@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from headrace.checkpoint.gguf import read_gguf
 from headrace.checkpoint.source import resolve
 from headrace.quant.encode import ENCODERS, encode
-from tests.llama_cpp.mixed import WORKER
+from tests.llama_cpp.mixtures import WORKER
 
 Floats = NDArray[np.float32]
 

@@ -38,6 +38,7 @@ KEPT = (
     "falcon-40b",
     "bloom",
     "mpt",
+    "nemotron",
     "deepseek-v2",
     "deepseek-v3",
     "gpt-oss",

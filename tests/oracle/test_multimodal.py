@@ -264,7 +264,7 @@ def test_other_text_models_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     values = json.loads(path.read_text())
     for whole, text, name in (
-        ("llava", "opt", "'opt'"),
+        ("llava", "xglm", "'xglm'"),
         ("llama4", "llama4_text", "'Llama4ForConditionalGeneration'"),
         ("paligemma", "gemma2", "'PaligemmaForConditionalGeneration'"),
     ):

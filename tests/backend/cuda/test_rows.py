@@ -270,6 +270,18 @@ def test_gated_units(activation: Any, rows: int, width: int, packed: bool, seed:
     )
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_thresholds(packed: bool) -> None:
+    """Numbers of the threshold's magnitude become 0, and larger ones stay as they are."""
+    x = normal(3, 700, 5)
+    x[0, :4] = torch.tensor([0.5, -0.5, 0.75, -0.75])
+    out = nothing(3, 700, torch.bfloat16 if packed else torch.float32)
+    got = ran(elementwise.threshold(out, x, 0.5), out)
+    want = np.where(np.abs(wide(x)) > 0.5, wide(x), 0)
+    assert nearly(got, want, wide(x), 2**-8 if packed else 0)
+    assert got[0, :4].tolist() == [0, 0, 0.75, -0.75]
+
+
 @pytest.mark.parametrize("bad", BAD)
 def test_what_is_not_finite_stays_so(bad: float) -> None:
     x, y = normal(2, 70), normal(2, 70, 1)
@@ -285,6 +297,7 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
         "scale": lambda out: elementwise.scale(out, x, 0.0),
         "soft_cap": lambda out: elementwise.soft_cap(out, x, 30.0),
         "add": lambda out: elementwise.add(out, x, y),
+        "threshold": lambda out: elementwise.threshold(out, x, 0.0),
         "gate_rows": lambda out: elementwise.gate_rows(out, y, x[:, 5:]),
     }
     for name, launch in launches.items():
