@@ -349,7 +349,8 @@ void matmul_i8_row(const uint8_t* tile, const TileShape& shape, const uint8_t* b
       Vb w[kLinesTogether];
       for (int i = 0; i < kLinesTogether; i++) {
         const int line = j + i;
-        if (Rows >= 5 && 64 * line < bytes) prefetch_l2(tile + kFetchAhead + 64 * line);
+        if ((Rows >= 5 || is_sparse(F)) && 64 * line < bytes)
+          prefetch_l2(tile + kFetchAhead + 64 * line);
         if (Rows >= 8 && 64 * line < bytes) prefetch(tile + near + 64 * line);
         if constexpr (is_sparse(F))
           w[i] = SparseCodes<unit_of(F)>{tile}[line];

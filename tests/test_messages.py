@@ -258,7 +258,10 @@ RENDERER = Renderer()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def closed() -> Iterator[None]:
+def renderer() -> Iterator[None]:
+    """Make the renderer anew if a worker returns to this module after another one."""
+    global RENDERER
+    RENDERER = Renderer()
     yield
     RENDERER.close()
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.checkpoint.fingerprint import fingerprint
 from headrace.checkpoint.load import Checkpoint
 from headrace.errors import FormatError, ModelNotFoundError, RequestError
 
@@ -50,6 +49,8 @@ def check_calibrated_model(
     option: str, path: str, facts: Mapping[str, Any], checkpoint: Checkpoint, command: str
 ) -> None:
     """Raise RequestError if a file was calibrated for another model than `checkpoint`."""
+    from headrace.checkpoint.fingerprint import fingerprint
+
     if facts.get("model") != fingerprint(checkpoint, checkpoint.load_tokenizer()):
         raise RequestError(
             f"{option} {path!r} was calibrated for another model or another number format of it; "

@@ -4,10 +4,8 @@ import json
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
-from hashlib import blake2b
 from pathlib import Path
 
-from headrace.checkpoint.fingerprint import fingerprint
 from headrace.checkpoint.load import Checkpoint
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import LOSSY_FILES, LOSSY_OPTIONS, EngineConfig
@@ -29,6 +27,8 @@ def mode_price(
         return ""
     price = _price_in_file(config)
     if price is None:
+        from headrace.checkpoint.fingerprint import fingerprint
+
         price = kept_price(fingerprint(checkpoint, load_tokenizer()), mode_key(config))
     if price is None:
         command = shlex.join(["headrace", "eval", model, *mode_flags(config)])
@@ -82,6 +82,8 @@ def _price_in_file(config: EngineConfig) -> Price | None:
 
 
 def _digest(file: Path) -> str:
+    from hashlib import blake2b
+
     try:
         return blake2b(file.read_bytes(), digest_size=8).hexdigest()
     except OSError:

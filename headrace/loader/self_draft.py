@@ -16,7 +16,6 @@ from headrace.loader.layers import layer_choice
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.program.trace import Program
-from headrace.quant.digest import same_content
 from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
 from headrace.speculation.proposers import REQUIRED_OPTIONS, missing_self_draft
@@ -72,6 +71,8 @@ def open_self_draft(
     layers = _layers(config, spec)
     if not config.draft_weights:
         return SelfDraft(layers, spec, target.tensors, own={})
+
+    from headrace.quant.digest import same_content
 
     draft = open_checkpoint(
         resolve(config.draft_weights), is_absorbed=config.latent_attention == "absorbed"
