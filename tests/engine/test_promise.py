@@ -385,7 +385,7 @@ HOW: dict[str, dict[str, Any]] = {
         "how": "draft_model",
         "draft": tiny_model(3, dim=64, layers=5, window=(40, 9), context=512),
     },
-    "first layers": {"how": "self_draft", "layers": 2},
+    "first layers": {"how": "self_draft", "layers": range(2)},
     "Medusa": {"how": "medusa"},
 }
 
