@@ -37,6 +37,7 @@ def draft_engine(
     *,
     draft: Model | None = None,
     layers: Sequence[int] = (0,),
+    weights: Model | None = None,
     draft_top_blocks: int = 0,
     depth: int = 4,
     width: int = 1,
@@ -48,8 +49,8 @@ def draft_engine(
 ) -> tuple[Engine, dict[str, Proposer]]:
     """An engine that drafts by `how`, a proposer's name or `auto` for all, and its proposers.
 
-    Without `draft` the model itself is the draft model. For `self_draft`, `draft` has the weights
-    of all `layers`.
+    Without `draft` the model itself is the draft model. For `self_draft`, `weights` replace the
+    model's.
     """
     spec, tensors = model
     size = BLOCK_SIZE[backend]
@@ -92,14 +93,14 @@ def draft_engine(
         own = (
             {
                 f"own.{name}": replace(stored, name=f"own.{name}")
-                for name, stored in draft[1].items()
+                for name, stored in weights[1].items()
             }
-            if draft
+            if weights
             else {}
         )
-        short = mode_program((spec.with_layers(layers), draft[1] if draft else tensors), mode)
+        short = mode_program((spec.with_layers(layers), weights[1] if weights else tensors), mode)
         short = short.with_top_blocks(draft_top_blocks)
-        if draft:
+        if weights:
             short = short.with_weights(
                 {name: replace(w, name=f"own.{name}") for name, w in short.weights.items()}
             )

@@ -94,7 +94,7 @@ def engine_of(method: Method, made: tuple[Any, Tensors], options: dict[str, Any]
         draft = dict(method.draft)
         if format := draft.pop("format", ""):
             # Weights in fewer bytes draft with all layers.
-            draft |= {"draft": model(format), "layers": range(made[0].num_layers)}
+            draft |= {"weights": model(format), "layers": range(made[0].num_layers)}
         return draft_engine(made, **{"kv_dtype": "bf16", **options, **draft})[0]
     return tiny_engine(made, "cpu", **options)
 
