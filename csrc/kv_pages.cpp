@@ -1,8 +1,7 @@
 #include "kv_pages.h"
 
+#include <sched.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,7 +11,6 @@ namespace {
 
 constexpr size_t kPage = size_t{2} << 20;
 constexpr size_t kMostAhead = size_t{64} << 20;  // what prompts of 1B models fill in a second
-constexpr int kNiceness = 10;                    // a tenth of a processor that has other work
 
 // Makes a page resident, and leaves its bytes as they are. False if the kernel cannot (before
 // Linux 5.14), or has no memory.
@@ -58,7 +56,8 @@ void KvPages::use(size_t bytes) {
 }
 
 void KvPages::work() {
-  setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), kNiceness);
+  const sched_param none = {};
+  sched_setscheduler(0, SCHED_IDLE, &none);  // a thread of a step that is preempted holds up all
   size_t resident = 0;
   std::unique_lock lock(mutex_);
   while (!stop_) {

@@ -2,8 +2,8 @@
 //
 // The first write of a huge page takes 0.1 ms, and 5 ms in a virtual machine that had no
 // memory for it yet. Within a step all threads would wait for the one that writes. So a
-// thread of low priority stays some pages ahead of the blocks in use, and memory still
-// grows with the requests.
+// thread that runs on idle processors only stays some pages ahead of the blocks in use,
+// and memory still grows with the requests.
 #pragma once
 #include <sys/types.h>
 
