@@ -33,7 +33,8 @@ def add_early_exit(parser: argparse.ArgumentParser) -> None:
         type=number(0, 1),
         default=0.05,
         metavar="E",
-        help="probability that the share is larger, if tokens are independent (default: 0.05)",
+        help="probability that the share is larger, if pieces of the text are independent "
+        "(default: 0.05)",
     )
     group.add_argument(
         "--text",
@@ -100,9 +101,8 @@ def _print(calibration: "ExitCalibration", file: Path) -> None:
             f"token leads by {early_exit.min_margin:.3f}",
             "tokens that leave": f"{chosen.exits:.1%}",
             "layers saved": f"{chosen.layers_saved:.1%}",
-            "disagreement": f"{chosen.disagreement:.2%} measured, at most "
-            f"{calibration.max_disagreement:.1%} with probability "
-            f"{1 - calibration.error_probability:.0%}",
+            "disagreement": f"{chosen.disagreement:.2%} measured; the bound is "
+            f"{calibration.max_disagreement:.1%}",
             "loss": f"KL {chosen.kl:.4f} nats, NLL {chosen.nll - chosen.nll_full:+.4f}",
             "text": f"{calibration.text}: {calibration.fitting_tokens:,} tokens fitted the map of "
             f"the exit, {calibration.calibration_tokens:,} chose, {chosen.tokens:,} measured",

@@ -1,12 +1,11 @@
 """Applies activation sparsity to programs: zeros that are skipped, and files of thresholds."""
 
-import math
 from collections.abc import Mapping
 
 from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig
 from headrace.errors import FormatError, RequestError
-from headrace.loader.calibration_file import check_calibrated_model, read_calibration
+from headrace.loader.calibration_file import check_calibrated_model, finite, read_calibration
 from headrace.model import trace_model
 from headrace.program.sparsity import (
     has_zero_activations,
@@ -92,23 +91,17 @@ def _sparse(config: EngineConfig, program: Program, option: str, path: str) -> P
 
 def _parse(option: str, path: str, facts: Mapping[str, object]) -> Thresholds:
     given, by_input = facts.get("sparsity"), facts.get("thresholds")
-    sparsity = _number(given)
+    sparsity = finite(given)
     if sparsity is None or not 0 < sparsity < 1:
         raise FormatError(
             f"{option} {path!r} has sparsity {given!r}, not a share from 0 to 1; make one with "
             f"`{_COMMAND}`"
         )
     if not isinstance(by_input, dict) or not all(
-        (least := _number(value)) is not None and least >= 0 for value in by_input.values()
+        (least := finite(value)) is not None and least >= 0 for value in by_input.values()
     ):
         raise FormatError(
             f"{option} {path!r} has thresholds that are no numbers from 0 on by input; make one "
             f"with `{_COMMAND}`"
         )
     return Thresholds(sparsity, {name: float(least) for name, least in by_input.items()})
-
-
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)

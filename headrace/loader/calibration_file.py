@@ -1,6 +1,7 @@
 """Calibration files of lossy modes: JSON with the mode's numbers, its model and its price."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,3 +57,10 @@ def check_calibrated_model(
             f"{option} {path!r} was calibrated for another model or another number format of it; "
             f"make one for this model with `{command}`"
         )
+
+
+def finite(value: object) -> float | None:
+    """The value of a field as a finite number; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)

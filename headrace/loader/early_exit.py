@@ -1,38 +1,18 @@
 """Reads the calibration file of an early exit."""
 
-import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig
 from headrace.errors import FormatError, RequestError
-from headrace.loader.calibration_file import check_calibrated_model, read_calibration
+from headrace.loader.calibration_file import check_calibrated_model, finite, read_calibration
 from headrace.loader.exit_map import parse_exit_map
 from headrace.model.spec import EarlyExit, ModelSpec
 
 KIND = "early_exit"
 _COMMAND = "headrace calibrate MODEL --early-exit 0.05"
-
-
-def read_early_exit(path: str) -> EarlyExit:
-    """Read the exit of a file. Raises ModelNotFoundError and FormatError."""
-    facts = read_calibration("early_exit", path, KIND, _COMMAND)
-    layers, margin = facts.get("layers"), facts.get("min_margin")
-    if type(layers) is not int or layers < 1:
-        raise FormatError(
-            f"early_exit {path!r} has layers {layers!r}, not a number of first layers; make one "
-            f"with `{_COMMAND}`"
-        )
-    if (
-        isinstance(margin, bool)
-        or not isinstance(margin, int | float)
-        or not (math.isfinite(margin) and margin >= 0)
-    ):
-        raise FormatError(
-            f"early_exit {path!r} has min_margin {margin!r}, not a difference of probabilities; "
-            f"make one with `{_COMMAND}`"
-        )
-    return EarlyExit(layers, float(margin))
 
 
 def check_early_exit(config: EngineConfig, checkpoint: Checkpoint) -> None:
@@ -42,8 +22,8 @@ def check_early_exit(config: EngineConfig, checkpoint: Checkpoint) -> None:
     """
     if not config.early_exit:
         return
-    facts = read_calibration("early_exit", config.early_exit, KIND, _COMMAND)
-    early_exit = read_early_exit(config.early_exit)
+    facts = _read(config)
+    early_exit = _parse(config, facts)
     check_calibrated_model("early_exit", config.early_exit, facts, checkpoint, _COMMAND)
     if early_exit.num_layers >= checkpoint.spec.num_layers:
         raise FormatError(
@@ -61,12 +41,12 @@ def with_exit_map(checkpoint: Checkpoint, config: EngineConfig) -> Checkpoint:
     """Add the linear map of the exit to the tensors, if the file has one. Raises FormatError."""
     if not config.early_exit:
         return checkpoint
-    facts = read_calibration("early_exit", config.early_exit, KIND, _COMMAND)
+    facts = _read(config)
     if "map" not in facts:
         return checkpoint
     where, remedy = f"early_exit {config.early_exit!r}", f"make one with `{_COMMAND}`"
     found = parse_exit_map(where, facts["map"], checkpoint.spec.dim, remedy)
-    name = read_early_exit(config.early_exit).map_name
+    name = _parse(config, facts).map_name
     return replace(checkpoint, tensors={**checkpoint.tensors, **found.tensors(name)})
 
 
@@ -74,4 +54,24 @@ def with_early_exit(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
     """Return the model with the exit of the configuration, if it has one."""
     if not config.early_exit:
         return spec
-    return replace(spec, early_exit=read_early_exit(config.early_exit))
+    return replace(spec, early_exit=_parse(config, _read(config)))
+
+
+def _read(config: EngineConfig) -> dict[str, Any]:
+    return read_calibration("early_exit", config.early_exit, KIND, _COMMAND)
+
+
+def _parse(config: EngineConfig, facts: Mapping[str, Any]) -> EarlyExit:
+    layers, given = facts.get("layers"), facts.get("min_margin")
+    if type(layers) is not int or layers < 1:
+        raise FormatError(
+            f"early_exit {config.early_exit!r} has layers {layers!r}, not a number of first "
+            f"layers; make one with `{_COMMAND}`"
+        )
+    margin = finite(given)
+    if margin is None or margin < 0:
+        raise FormatError(
+            f"early_exit {config.early_exit!r} has min_margin {given!r}, not a difference of "
+            f"probabilities; make one with `{_COMMAND}`"
+        )
+    return EarlyExit(layers, margin)

@@ -45,13 +45,7 @@ class SelfDraft:
             max_context=target.max_context,
             context=target.context,
         )
-        program = trace_model(spec.with_layers(self.layers), self.tensors)
-        return program.with_weights(
-            {
-                name: replace(weight, name=_OWN + name if _OWN + name in self.own else name)
-                for name, weight in program.weights.items()
-            }
-        )
+        return with_own_names(trace_model(spec.with_layers(self.layers), self.tensors), self.own)
 
     def own_weight_bytes(self, backend: str, target: ModelSpec) -> int:
         """Return the bytes in the backend's memory of weights that the target does not have."""
@@ -72,8 +66,6 @@ def open_self_draft(
     if not config.draft_weights:
         return SelfDraft(layers, spec, target.tensors, own={})
 
-    from headrace.quant.digest import same_content
-
     draft = open_checkpoint(
         resolve(config.draft_weights), is_absorbed=config.latent_attention == "absorbed"
     )
@@ -87,12 +79,31 @@ def open_self_draft(
     check_vocabulary("draft_weights", config.draft_weights, draft, load_tokenizer())
     draft = with_vocab_size(draft, target.spec.vocab_size)
     tensors = {**draft.tensors, **_exit_maps(target)}
-    own = {
+    own = own_tensors(tensors, target.tensors)
+    return SelfDraft(layers, replace(draft.spec, early_exit=spec.early_exit), tensors, own)
+
+
+def own_tensors(
+    tensors: Mapping[str, StoredTensor], target: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """The tensors that the target does not have with equal content, by names of their own."""
+    from headrace.quant.digest import same_content
+
+    return {
         _OWN + name: replace(tensor, name=_OWN + name)
         for name, tensor in tensors.items()
-        if name not in target.tensors or not same_content(tensor, target.tensors[name])
+        if name not in target or not same_content(tensor, target[name])
     }
-    return SelfDraft(layers, replace(draft.spec, early_exit=spec.early_exit), tensors, own)
+
+
+def with_own_names(program: Program, own: Mapping[str, StoredTensor]) -> Program:
+    """Let a program read the tensors of `own_tensors`, and those of the target for all others."""
+    return program.with_weights(
+        {
+            name: replace(weight, name=_OWN + name if _OWN + name in own else name)
+            for name, weight in program.weights.items()
+        }
+    )
 
 
 def _exit_maps(target: Checkpoint) -> dict[str, StoredTensor]:

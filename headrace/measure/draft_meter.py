@@ -24,7 +24,7 @@ class DraftMeter:
     """A text that the full model goes on with, and that drafts predict."""
 
     def __init__(self, full: Scorer, given: Sequence[int], tokens: int) -> None:
-        """Let `full`, which has `space` after the given text, write more tokens."""
+        """Let `full`, whose context has `spare(tokens)` after the given text, write more."""
         self._given = len(given)
         self._text = list(given)
         full.read(given[:-1])
@@ -33,7 +33,7 @@ class DraftMeter:
 
     @staticmethod
     def spare(tokens: int) -> int:
-        """Tokens that a model needs space for after the given text."""
+        """Tokens of context that a model needs after the given text."""
         return tokens + _MAX_DEPTH + 1
 
     def measure(self, full: Scorer, draft: Scorer, rounds: int) -> DraftSpeed:

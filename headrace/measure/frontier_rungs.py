@@ -13,19 +13,18 @@ from headrace.checkpoint.source import resolve
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
 from headrace.loader.drafts import model_program
+from headrace.loader.self_draft import own_tensors, with_own_names
 from headrace.measure.climb_process import run_command
 from headrace.measure.evaluate import SWEEP_FORMATS, Evaluator, target_of
 from headrace.measure.options import ModeOptions
 from headrace.measure.placed_model import main_format
 from headrace.model import trace_model
 from headrace.program.trace import Program
-from headrace.quant.digest import same_content
 from headrace.quant.formats import StoredTensor
 from headrace.quant.kv import BLOCK_SIZE
 from headrace.quant.spec import QuantSpec
 from headrace.record import frozen
 
-_DRAFT = "draft."
 _QUICK_FORMATS = ("int8-g32", "int4-g32", "int3-g32")
 
 
@@ -47,21 +46,8 @@ class Form:
 
     def over(self, full: Checkpoint) -> tuple[Program, Mapping[str, StoredTensor]]:
         """The program over weights of `full`, and all tensors; equal tensors are shared."""
-        own = {
-            name
-            for name, tensor in self.checkpoint.tensors.items()
-            if name not in full.tensors or not same_content(tensor, full.tensors[name])
-        }
-        program = self.program
-        renamed = {
-            name: replace(weight, name=_DRAFT + name if name in own else name)
-            for name, weight in program.weights.items()
-        }
-        tensors = {
-            _DRAFT + name: replace(self.checkpoint.tensors[name], name=_DRAFT + name)
-            for name in own
-        }
-        return program.with_weights(renamed), {**full.tensors, **tensors}
+        own = own_tensors(self.checkpoint.tensors, full.tensors)
+        return with_own_names(self.program, own), {**full.tensors, **own}
 
 
 @frozen(eq=False)
