@@ -10,9 +10,9 @@
 
 #include "codes.h"
 #include "copy_shape.h"
-#include "sparse.h"
 #include "half.h"
 #include "kernels.h"
+#include "sparse.h"
 
 #define HR_INLINE inline __attribute__((always_inline))
 #define HR_INLINE_LAMBDA __attribute__((always_inline))
