@@ -29,6 +29,7 @@ from headrace.measure.climb_rungs import (
     Weights,
     float_rungs,
     format_rungs,
+    lossy_rungs,
     rungs_of,
 )
 from headrace.measure.climb_work import Work, make_work
@@ -42,8 +43,10 @@ from headrace.planner.step_time import StepTimer
 from headrace.program.kv import number_bytes
 from headrace.program.op import StepSize
 
-_SECONDS, _QUICK_SECONDS = 18.0, 4.0
+_SECONDS, _QUICK_SECONDS = 18.0, 3.0
 """Seconds of a rung that may do a part of the work."""
+_RUNS, _QUICK_RUNS = 3, 2
+"""Runs of a batch that takes less."""
 _TEXT_TOKENS, _QUICK_TEXT_TOKENS = 2048, 256
 _TEXT_LENGTH = 256
 _MAX_REFERENCE_BYTES = 1 << 29
@@ -86,7 +89,8 @@ def climb(
             name, reason = next(iter(climber.left_out.items()))
             raise HeadraceError(f"no rung could run; {name}: {reason}")
         steps = tuple(climber.steps[name] for name in climber.order if name in climber.steps)
-        limit = _limit(work, steps[-1], machine)
+        exact = [step for step in steps if not step.rung.is_lossy] or steps
+        limit = _limit(work, exact[-1], machine)
     return Climb(
         model=model,
         name=checkpoint.spec.name,
@@ -124,6 +128,7 @@ class _Climber:
         self._checkpoint, self._tokenizer, self._work = checkpoint, tokenizer, work
         self._folder, self._threads = folder, threads
         self._reference = folder / "reference"
+        self._quick = quick
         self._seconds = _QUICK_SECONDS if quick else _SECONDS
         self._text_tokens = _QUICK_TEXT_TOKENS if quick else _TEXT_TOKENS
         self._firsts: dict[object, Step] = {}
@@ -138,6 +143,7 @@ class _Climber:
         files = self._convert(on_progress)
         floats = float_rungs()
         rungs = floats + format_rungs(list(files), floats[-1].name)
+        rungs += lossy_rungs(list(files), -(-self._work.longest // KvConfig.block_size))
         self.order = [rung.name for rung in rungs]
 
         # The loop that recomputes needs the tokens of the loop that does not.
@@ -159,6 +165,8 @@ class _Climber:
         """Make the files of all weights, and leave out the rungs of the others."""
         files: dict[Weights, WeightFile] = {}
         kinds: list[Weights] = ["f32", "int8", "w8a8", "int4", own_weights(self._checkpoint)]
+        if not self._quick:
+            kinds.append("sparse")
         for kind in dict.fromkeys(kinds):
             on_progress(f"preparing {kind} weights", 0.0)
             try:
@@ -183,6 +191,7 @@ class _Climber:
                 probes=[list(probe) for probe in self._work.probes],
                 length=self._work.longest,
                 seconds=self._seconds,
+                runs=_QUICK_RUNS if self._quick else _RUNS,
                 text=self._text(writes=rung.weights == "f32") if is_first else None,
             ),
             on_share,

@@ -21,6 +21,7 @@ _TARGETS: dict[Weights, tuple[tuple[str, ...], ...]] = {
     "int8": (("--to", "Q8_0"), ("--to", "int8-g32")),
     "int4": (("--to", "Q4_K_M"), ("--to", "int4-g32")),
     "w8a8": ((), ("--to", "w8a8", "--token-embedding-type", "int8-row")),
+    "sparse": ((), ("--to", "int4-g32", "--sparsity", "2:4", "--calibration-tokens", "2048")),
 }
 """Arguments of `headrace convert` for a GGUF file and for a folder."""
 _BITS: dict[float, Weights] = {4: "int4", 5: "int4", 8: "int8", 32: "f32"}

@@ -16,7 +16,7 @@ MAX_NLL_RISE = 0.02
 """Rise of NLL, in nats, above which a rung is not advised."""
 _NOISE = 0.03
 """Share by which the speeds of equal rungs may differ."""
-_FLAGS = ("kv_dtype", "activations", "proposer")
+_FLAGS = ("kv_dtype", "activations", "proposer", "attention_top_blocks")
 """Options of rungs that `headrace serve` has as flags."""
 
 

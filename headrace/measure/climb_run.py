@@ -29,8 +29,6 @@ from headrace.sampling_params import SamplingParams
 PLAIN_ISA = "portable"
 """Kernels in plain C++."""
 _WARM_TOKENS = 8
-_RUNS = 3
-"""Runs of a batch that takes less time than a task's seconds."""
 
 ShareCallback = Callable[[float], None]
 Items = Sequence[tuple[Sequence[int], int]]
@@ -64,6 +62,8 @@ class Task:
     """Tokens of the longest sequence."""
     seconds: float
     """Seconds after which a rung that may do a part of the work ends."""
+    runs: int
+    """Runs of a batch that takes less time than these seconds."""
     text: Text | None = None
 
 
@@ -212,7 +212,7 @@ def _run_engine(
     samples = [part.seconds]
     if task.mode == "batch" and part.seconds < task.seconds:
         # A new engine each time: caches and proposers know nothing of the work.
-        for _ in range(_RUNS - 1):
+        for _ in range(task.runs - 1):
             with _Session(task.path, config, checkpoint, task.probes) as session:
                 again = session.serve(task.items)
             if again.outputs != part.outputs:

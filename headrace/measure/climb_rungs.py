@@ -12,7 +12,7 @@ Mode = Literal["recompute", "cache", "sequential", "batch"]
 """A plain loop that recomputes the context of each token; the loop with KV; the engine with one
 request at a time; the engine with all requests at once.
 """
-Weights = Literal["f32", "own", "int8", "int4", "w8a8"]
+Weights = Literal["f32", "own", "int8", "int4", "w8a8", "sparse"]
 LOOPS: tuple[Mode, ...] = ("recompute", "cache")
 
 
@@ -52,14 +52,22 @@ class Rung:
     def kernels(self) -> tuple[object, ...]:
         """Rungs with equal kernels and number formats must give equal tokens."""
         formats = (self.options.get("kv_dtype"), self.options.get("activations"))
-        return self.mode in LOOPS, self.weights, *formats
+        return self.mode in LOOPS, self.weights, *formats, self.options.get(TOP_BLOCKS)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether the rung leaves out a part of the model."""
+        return self.weights == "sparse" or bool(self.options.get(TOP_BLOCKS))
 
 
+TOP_BLOCKS = "attention_top_blocks"
+"""Option of the rung that attends to some blocks."""
 _EXACT = {"kv_dtype": "f32", "activations": "f32"}
 """Number formats that round nothing but weights."""
 CACHE = "KV cache"
 """Name of the rung that computes tokens with KV in a plain loop."""
 _UNSHARED = {"prefix_cache": False}
+_PLAIN = "16-bit KV"
 
 
 def float_rungs() -> list[Rung]:
@@ -129,13 +137,13 @@ def format_rungs(known: Sequence[Weights], base: str) -> list[Rung]:
         add("W8A8", "w8a8", "8-bit weights by row and 8-bit activations", both)
     if "int4" in known:
         base = add("int4 weights", "int4", "weights in 4 bits, products in float32", _EXACT)
-    smallest: Weights = next((kind for kind in ("int4", "int8", "own") if kind in known), "f32")
+    smallest = _smallest(known)
 
     fast = {"kv_dtype": "f32", "activations": "int8"}
     if smallest != "f32":
         base = add("int8 activations", smallest, "products of integers", fast)
     plain = fast | {"kv_dtype": "auto"}
-    base = add("16-bit KV", smallest, "keys and values in 16 bits", plain)
+    base = add(_PLAIN, smallest, "keys and values in 16 bits", plain)
     small = fast | {"kv_dtype": "int8"}
     last = add("8-bit KV", smallest, "keys and values in 8 bits", small)
     drafts = {"proposer": "auto"}
@@ -143,6 +151,39 @@ def format_rungs(known: Sequence[Weights], base: str) -> list[Rung]:
     base = last
     add("everything", smallest, "8-bit KV and drafts, with all of the above", small | drafts)
     return rungs
+
+
+def lossy_rungs(known: Sequence[Weights], num_blocks: int) -> list[Rung]:
+    """Rungs that leave out a part of the model. They add to 16-bit KV.
+
+    `num_blocks`: blocks of KV of the longest sequence.
+    """
+    plain = {"kv_dtype": "auto", "activations": "int8"}
+    top = max(1, num_blocks // 4)
+    rungs = [
+        Rung(
+            name="top blocks",
+            base=_PLAIN,
+            text=f"lossy: attention to the {top} best blocks of KV, the first and the last two",
+            weights=_smallest(known),
+            options=plain | {TOP_BLOCKS: top},
+        )
+    ]
+    if "sparse" in known:
+        rungs.append(
+            Rung(
+                name="2:4 weights",
+                base=_PLAIN,
+                text="lossy: two of four weights, in 4 bits",
+                weights="sparse",
+                options=plain,
+            )
+        )
+    return rungs
+
+
+def _smallest(known: Sequence[Weights]) -> Weights:
+    return next((kind for kind in ("int4", "int8", "own") if kind in known), "f32")
 
 
 def rungs_of(weights: Weights) -> list[str]:
@@ -154,5 +195,6 @@ def rungs_of(weights: Weights) -> list[str]:
         "int8": "int8 weights",
         "int4": "int4 weights",
         "w8a8": "W8A8",
+        "sparse": "2:4 weights",
     }
     return [names[weights]]

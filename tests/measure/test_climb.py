@@ -18,7 +18,7 @@ from headrace.measure.climb import first_difference
 from headrace.measure.climb_process import run_apart, run_command
 from headrace.measure.climb_results import advise
 from headrace.measure.climb_run import Measured, ShareCallback, Task, run_task
-from headrace.measure.climb_rungs import float_rungs, format_rungs
+from headrace.measure.climb_rungs import Weights, float_rungs, format_rungs, lossy_rungs
 from headrace.measure.climb_work import evenly
 from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
 from tests.measure.climbs import MACHINE, a_climb, a_step
@@ -38,6 +38,7 @@ NAMES = [
     "8-bit KV",
     "drafts",
     "everything",
+    "top blocks",
 ]
 Run = Callable[[Task, ShareCallback], Measured]
 
@@ -164,6 +165,7 @@ def a_task(path: str, **changes: Any) -> Task:
         probes=[[3, 4]],
         length=16,
         seconds=10.0,
+        runs=3,
     )
     return replace(task, **changes)
 
@@ -220,8 +222,11 @@ def test_every_beginning_is_spread_evenly(number: int) -> None:
 
 
 def test_rungs_add_to_rungs_before_them() -> None:
-    for known in (["int8", "w8a8", "int4"], ["own", "int8"], []):
-        rungs = float_rungs() + format_rungs(known, float_rungs()[-1].name)  # type: ignore[arg-type]
+    cases: list[list[Weights]] = [["int8", "w8a8", "int4", "sparse"], ["own", "int8"], []]
+    for known in cases:
+        rungs = float_rungs() + format_rungs(known, float_rungs()[-1].name) + lossy_rungs(known, 9)
+        assert next(rung.name for rung in rungs if rung.is_lossy) == "top blocks"
+        assert ("2:4 weights" in [rung.name for rung in rungs]) == ("sparse" in known)
         names = [rung.name for rung in rungs]
         assert len(set(names)) == len(names)
         assert all(rung.base in names[:i] for i, rung in enumerate(rungs) if i)
