@@ -277,7 +277,8 @@ class EngineConfig:
             "max_num_seqs": self.max_seqs,
             "max_num_batched_tokens": self.max_rows,
         }
-        return {name: getattr(self, name) for name in names} | limits
+        modes = {name: getattr(self, name) for name in LOSSY_OPTIONS} if self.lossy else {}
+        return {name: getattr(self, name) for name in names} | limits | {"modes": modes}
 
     @property
     def lossy(self) -> str:

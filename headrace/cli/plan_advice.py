@@ -3,6 +3,7 @@
 import argparse
 from math import isfinite
 
+from headrace.cli.arguments import mode_options
 from headrace.errors import RequestError
 from headrace.measure.advice import Advice, find_advice
 from headrace.measure.advice_report import advice_facts, commands
@@ -58,6 +59,7 @@ def _space(args: argparse.Namespace) -> SearchSpace:
         batches=(args.batch,) if args.batch else None,
         draft_depth=depth,
         draft_acceptance=acceptance,
+        modes=mode_options(args),
     )
 
 
@@ -68,6 +70,8 @@ def _print(model: str, advice: Advice) -> None:
         f"{advice.model}: {goal.users:,} users at a time, each with a prompt of {goal.prompt:,} "
         f"and an output of {goal.output:,} tokens, within {goal.context:,}"
     )
+    if advice.mode.lossy:
+        print(f"Lossy: {advice.mode.lossy}.")
     if advice.best is None:
         _print_nearest(model, advice)
         return

@@ -3,6 +3,7 @@
 import argparse
 from statistics import median
 
+from headrace.cli.arguments import mode_options
 from headrace.cli.progress import progress_bar
 from headrace.errors import RequestError
 
@@ -38,7 +39,7 @@ def check(args: argparse.Namespace) -> int:
     from headrace.measure.table import print_figures, print_json, print_table
 
     with progress_bar() as on_progress:
-        found = check_plan(args.model, on_progress=on_progress)
+        found = check_plan(args.model, on_progress=on_progress, **mode_options(args))
     if args.json:
         print_json(found.facts())
         return 0

@@ -43,7 +43,10 @@ def _meter(record: Record) -> UseMeter | None:
     backend, threads = config.get("backend"), config.get("threads")
     if not path or dtype is None or backend not in BACKENDS or not isinstance(threads, int):
         return None
+    modes = config.get("modes")
     try:
-        return open_meter(Path(path), backend, threads, dtype)
+        return open_meter(
+            Path(path), backend, threads, dtype, modes if isinstance(modes, dict) else {}
+        )
     except (HeadraceError, OSError):
         return None

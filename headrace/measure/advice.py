@@ -6,6 +6,7 @@ from math import ceil, inf
 from typing import Any
 
 from headrace.backend_traits import KvDtype
+from headrace.config import EngineConfig
 from headrace.errors import MemoryLimitError, RequestError
 from headrace.measure.configurations import Candidate, Search, SearchSpace, Setup
 from headrace.measure.describe import kv_nll
@@ -41,6 +42,8 @@ class Advice:
     """For an unmet goal: the configuration that misses it by the least factor."""
     changes: dict[str, float]
     """For an unmet goal: by term, and budget, the nearest value that is met if it alone changes."""
+    mode: EngineConfig
+    """The lossy options of all configurations."""
     tried: int
     """Number of predicted configurations."""
     kv_nll: Mapping[str, Any]
@@ -97,6 +100,7 @@ def find_advice(model: str, goal: Goal, space: SearchSpace) -> Advice:
         own=own[0] if own and own[0] is not met[0] and met[0].loss.high else None,
         nearest=nearest,
         changes={} if met else finder.changes() | _needed_budget(search, goal),
+        mode=search.mode,
         tried=search.tried,
         kv_nll=kv_nll(search.key_kind),
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.backend_traits import traits_of
+from headrace.loader.mode_price import mode_flags
 from headrace.measure.advice import Advice
 from headrace.measure.configurations import Candidate
 from headrace.measure.goal import METRICS, Goal
@@ -33,6 +34,7 @@ def commands(model: str, advice: Advice, found: Candidate) -> list[str]:
         words += ["-pp", setup.place.mesh.pipeline]
     if engine.draft_depth:
         words += ["--proposer", "auto"]
+    words += mode_flags(advice.mode)
     if found.replicas > 1:
         words += ["--replicas", found.replicas]
     return [*lines, " ".join(shlex.quote(str(word)) for word in words)]
@@ -48,6 +50,7 @@ def advice_facts(model: str, advice: Advice) -> dict[str, Any]:
     }
     return {
         "model": advice.model,
+        "lossy": advice.mode.lossy,
         "goal": goal_facts(advice.goal),
         "budget": advice.space.budget,
         "met": advice.best is not None,

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import field, replace
 from functools import cached_property
 from math import ceil, inf
 from typing import NamedTuple
@@ -15,12 +15,16 @@ from headrace.checkpoint.load import Checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.config import EngineConfig
 from headrace.errors import RequestError, UnsupportedModelError
+from headrace.loader.activation_sparsity import check_sparsity
 from headrace.loader.backend_choice import with_kv_dtype
+from headrace.loader.drafts import model_program
+from headrace.loader.early_exit import check_early_exit
+from headrace.loader.options import engine_config
 from headrace.measure.describe import key_kind
 from headrace.measure.goal import METRICS, Goal, Metric
+from headrace.measure.options import ModeOptions
 from headrace.measure.place import THIS, Place, find_place
 from headrace.measure.placed_model import largest_fit, main_format, open_model, stage_programs
-from headrace.model import trace_model
 from headrace.parallel.mesh import Mesh
 from headrace.planner.fit import Fit
 from headrace.planner.machine_files import machine_names, read_machine
@@ -68,6 +72,8 @@ class SearchSpace:
     draft_depth: int = 0
     """Max draft tokens in a step."""
     draft_acceptance: float = 0.0
+    modes: ModeOptions = field(default_factory=ModeOptions)
+    """Lossy options of all configurations."""
 
 
 class Setup(NamedTuple):
@@ -162,9 +168,14 @@ class Search:
         self.model, self.own_format = own.spec.name, main_format(own).name
         self._model = model
         self.max_context = own.spec.max_context
-        whole = trace_model(own.spec, own.tensors)
+        self.mode = engine_config(dict(space.modes))
+        """The configuration, with the lossy options."""
+        whole = model_program(self.mode, own)
         self._kv_groups, self._crossover = whole.kv_groups, whole.attention_crossover
         has_weights = not is_config_only(resolve(model))
+        if has_weights:
+            check_early_exit(self.mode, own)
+            check_sparsity(self.mode, own)
         self.key_kind = key_kind(own.spec, own.tensors if has_weights else None)
         self._own_kv_dtype = with_kv_dtype(EngineConfig(), own).kv_format
         self._checkpoints: dict[str, Checkpoint] = {self.own_format: own}
@@ -320,7 +331,8 @@ class Search:
         if key not in self._programs:
             try:
                 checkpoint = self._checkpoint(setup.format)
-                self._programs[key] = stage_programs(checkpoint, key[1], key[2])
+                config = engine_config({**self.space.modes, "backend": key[1]})
+                self._programs[key] = stage_programs(checkpoint, key[1], key[2], config)
             except UnsupportedModelError:
                 if setup.place.mesh.ranks == 1:
                     raise

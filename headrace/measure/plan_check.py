@@ -10,13 +10,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack
 
 from headrace.checkpoint.load import Checkpoint
 from headrace.checkpoint.tokenizer import Tokenizer
-from headrace.config import EngineConfig
+from headrace.config import LOSSY_FILES, LOSSY_OPTIONS, EngineConfig
+from headrace.errors import RequestError
+from headrace.loader.activation_sparsity import check_sparsity
+from headrace.loader.early_exit import check_early_exit, with_exit_map
+from headrace.loader.options import engine_config
 from headrace.measure.bench import Run
 from headrace.measure.op_profile import median_machine
+from headrace.measure.options import ModeOptions
 from headrace.measure.phase_timer import PhaseTimer, Roof, step_blocks, step_phase
 from headrace.measure.place import cpu_reaches
 from headrace.measure.placed_model import main_format, open_model, stage_programs
@@ -100,6 +105,7 @@ class _Case:
     steps: Sequence[tuple[tuple[int, int], ...]]
     requests: Sequence[tuple[int, int, int]]
     tokenizer: Tokenizer
+    config: EngineConfig
 
 
 def check_plan(
@@ -107,16 +113,25 @@ def check_plan(
     *,
     requests: bool = True,
     on_progress: ProgressCallback = ignore_progress,
+    **modes: Unpack[ModeOptions],
 ) -> PlanCheck:
     """Measure the points, and predict them with the calibration of this machine.
 
     Without a model, random models of the shapes and formats in `plan_points.toml` run, which takes
     some minutes. A model runs the first steps there that fit into its context.
+
+    `modes`: lossy options, as in `EngineConfig`. Raises RequestError for a calibration file without
+    its model.
     """
     reaches = cpu_reaches()
     machines: list[Machine] = []
     points: list[Point] = []
-    cases = list(_cases()) if model is None else [_case_of(model)]
+    config = engine_config({**modes, "backend": "cpu"})
+    if model is None:
+        for option in LOSSY_FILES:
+            if getattr(config, option):
+                raise RequestError(f"{option} is a file for one model; name the model to check")
+    cases = list(_cases(config)) if model is None else [_case_of(model, config)]
     for number, case in enumerate(cases):
         on_progress("plan and measurement", number / len(cases))
         measured = _measure_steps(case, reaches)
@@ -133,7 +148,7 @@ def _read_points() -> dict[str, Any]:
     return tomllib.loads((Path(__file__).parent / "plan_points.toml").read_text())
 
 
-def _cases() -> Iterator[_Case]:
+def _cases(config: EngineConfig) -> Iterator[_Case]:
     record = _read_points()
     tokenizer = tiny_tokenizer()
     for case in record["cases"]:
@@ -144,11 +159,15 @@ def _cases() -> Iterator[_Case]:
             steps=_steps(case),
             requests=[tuple(request) for request in case["requests"]],
             tokenizer=tokenizer,
+            config=config,
         )
 
 
-def _case_of(model: str) -> _Case:
+def _case_of(model: str, config: EngineConfig) -> _Case:
     checkpoint, case = open_model(model), _read_points()["cases"][0]
+    check_early_exit(config, checkpoint)
+    check_sparsity(config, checkpoint)
+    checkpoint = with_exit_map(checkpoint, config)
     context = checkpoint.spec.max_context
     fitting = [
         step for step in _steps(case) if all(depth + rows <= context for depth, rows in step)
@@ -159,6 +178,7 @@ def _case_of(model: str) -> _Case:
         steps=fitting,
         requests=[tuple(r) for r in case["requests"] if r[1] + r[2] <= context],
         tokenizer=checkpoint.load_tokenizer(),
+        config=config,
     )
 
 
@@ -183,8 +203,8 @@ class _Measured(NamedTuple):
 
 def _measure_steps(case: _Case, reaches: Reaches) -> _Measured:
     checkpoint, name = case.checkpoint, case.checkpoint.spec.name
-    config = EngineConfig(backend="cpu")
-    programs = stage_programs(checkpoint, "cpu", Mesh())
+    config = case.config
+    programs = stage_programs(checkpoint, "cpu", Mesh(), config)
     kv_bytes = number_bytes(programs[0].kv_groups, config.kv_format)
     steps = [StepSize(seqs, len(seqs), kv_bytes) for seqs in case.steps]
     blocks = max(step_blocks(step, config.traits.kv_block_size) for step in steps)
@@ -236,11 +256,12 @@ def _step_name(step: StepSize) -> str:
 
 
 def _measure_requests(case: _Case, reaches: Reaches) -> _Measured:
-    programs = stage_programs(case.checkpoint, "cpu", Mesh())
+    programs = stage_programs(case.checkpoint, "cpu", Mesh(), case.config)
     machines = [hardware.measure()]
     starts: list[list[_Turn]] = [[] for _ in case.requests]
     betweens: list[list[_Turn]] = [[] for _ in case.requests]
-    with RandomBench(case.checkpoint, case.tokenizer, case.requests) as bench:
+    modes = {name: getattr(case.config, name) for name in LOSSY_OPTIONS}
+    with RandomBench(case.checkpoint, case.tokenizer, case.requests, modes=modes) as bench:
         max_rows, kv_bytes = bench.max_rows, number_bytes(programs[0].kv_groups, bench.kv_format)
         for request in case.requests:
             bench.run(*request)  # warms up

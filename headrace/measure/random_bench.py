@@ -1,9 +1,10 @@
 """Requests to an engine with a random model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 from headrace.batch import RaggedBatch
@@ -20,6 +21,8 @@ from headrace.measure.tiny_model import write_tiny_model
 class RandomBench(Bench):
     """An engine on this CPU for requests (number, prompt tokens, output tokens).
 
+    `modes`: lossy options.
+
     `run_seconds` counts the time of the executable's runs; the rest of a run is the engine's.
     """
 
@@ -29,6 +32,7 @@ class RandomBench(Bench):
         tokenizer: Tokenizer,
         requests: Sequence[tuple[int, int, int]],
         threads: int = 0,
+        modes: Mapping[str, Any] = MappingProxyType({}),
         **options: float,
     ) -> None:
         length = max(prompt + output for _, prompt, output in requests)
@@ -38,7 +42,7 @@ class RandomBench(Bench):
             "max_model_len": length,
             "max_num_seqs": 2 * max(batch for batch, _, _ in requests),
         }
-        config = engine_config(fields | options, OFFLINE)
+        config = engine_config({**fields, **options, **modes}, OFFLINE)
         self.max_rows = config.max_rows
         self.kv_format = config.kv_format
         self.run_seconds = 0.0

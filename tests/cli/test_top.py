@@ -252,6 +252,12 @@ def test_use_of_the_machine(
     (line,) = [line for line in console.export_text().splitlines() if line.startswith("decode")]
     assert "MBU" in line and "MFU" in line and "predicted" in line
 
+    # In a lossy mode the meter counts the bytes of its program.
+    modes = {"attention_window": 1, "attention_sinks": 0}
+    windowed = UseReader().read(record | {"config": record["config"] | {"modes": modes}})
+    assert windowed["decode_steps"].bytes < UseReader().read(record)["decode_steps"].bytes
+    assert UseReader().read(record | {"config": record["config"] | {"modes": {"no": 1}}}) == {}
+
     engine.path = "gone.gguf"
     assert UseReader().read(record | {"path": "gone.gguf"}) == {}
 

@@ -181,6 +181,23 @@ def test_commands(model: str) -> None:
     assert " --max-model-len 2048 " in serve and serve.endswith("-tp 2 --proposer auto")
 
 
+def test_a_goal_in_a_lossy_mode(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The mode's memory and time count, and the command has its options."""
+    goal = parse_goal("tpot users=4 prompt=16k")
+    space = replace(GRID, on=("l4",), meshes=(Mesh(),), formats=("BF16",), chunks=(64,))
+    full = find_advice(model, goal, space)
+    mode = find_advice(model, goal, replace(space, modes={"attention_window": 1024}))
+    assert full.best and mode.best
+    assert mode.best.fit.kv_per_sequence < full.best.fit.kv_per_sequence
+    assert mode.best.value("tpot") < full.best.value("tpot")
+    (serve,) = commands("a-model", mode, mode.best)
+    assert serve.endswith("--attention-window 1024 --attention-sinks 4")
+
+    words = ["plan", model, "--goal", "users=1", "--on", "l4", "--attention-window", "64"]
+    assert main(words) == 0
+    assert "Lossy: attends to " in capsys.readouterr().out
+
+
 def test_the_table_and_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", model, "--on", "l4,rtx-4090", "-tp", "1", "-pp", "1", "--goal"]
     assert main([*words, "ttft<1s users=4"]) == 0

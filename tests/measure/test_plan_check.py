@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from headrace.cli.main import main
+from headrace.errors import RequestError
 from headrace.measure import plan_check
 from headrace.measure.plan_check import Point, check_plan
 from headrace.planner.hardware import Machine
@@ -52,6 +53,15 @@ def test_each_point_is_predicted_and_measured(tiny: None) -> None:
     ]
     assert all(point.predicted > 0 and point.measured > 0 for point in found.points)
     assert Point("m", "f", "step", "1 x 1 at 0", 3.0, 2.0, 1e9).error == 0.5
+
+
+def test_a_lossy_mode_is_predicted_and_measured(tiny: None) -> None:
+    full, mode = check_plan(), check_plan(attention_window=8, attention_sinks=0)
+    assert [point.name for point in mode.points] == [point.name for point in full.points]
+    pairs = zip(full.points, mode.points, strict=True)
+    assert all(of_mode.predicted < of_full.predicted for of_full, of_mode in pairs)
+    with pytest.raises(RequestError, match="early_exit is a file for one model"):
+        check_plan(early_exit="exit.json")
 
 
 def test_the_command_prints_errors(tiny: None, capsys: pytest.CaptureFixture[str]) -> None:
