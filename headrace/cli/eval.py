@@ -24,6 +24,7 @@ from headrace.cli.arguments import (
     model_options,
     whole_number,
 )
+from headrace.cli.eval_frontier import add_frontier, run_frontier
 
 if TYPE_CHECKING:
     from headrace.measure.evaluate import Evaluation
@@ -53,31 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="with --sweep: maximum size or minimum speed, such as 2GB, 300MB or 50tok/s",
     )
-    formats.add_argument(
-        "--frontier",
-        action="store_true",
-        help="bytes, speed and loss of --formats, or of the usual formats, and of all lossy modes, "
-        "each also as an exact draft",
-    )
-    formats.add_argument(
-        "--depth",
-        type=whole_number(2, MAX_TOKENS),
-        metavar="N",
-        help="with --frontier: context of the timed tokens, and length of a piece of text "
-        "(default: 1024)",
-    )
-    formats.add_argument(
-        "--form",
-        type=_form,
-        action="append",
-        default=[],
-        metavar="NAME=MODEL",
-        help="with --frontier: another file of the model as a form, in place of the usual form of "
-        "this name; may be repeated",
-    )
-    formats.add_argument(
-        "--quick", action="store_true", help="with --frontier: fewer forms, and fewer steps of each"
-    )
+    add_frontier(formats)
     formats.add_argument(
         "--by-layer", action="store_true", help="relative error of the output of each layer"
     )
@@ -114,21 +91,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json(output)
 
 
-def _form(text: str) -> tuple[str, str]:
-    name, equals, model = text.partition("=")
-    if not (name and equals and model):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not NAME=MODEL")
-    return name, model
-
-
 def run(args: argparse.Namespace) -> int:
     from headrace.cli.output_file import check_writable, write
     from headrace.measure.frontier import best_within, pareto_frontier, parse_budget
     from headrace.measure.table import print_json
 
     if args.frontier:
-        from headrace.cli.eval_frontier import run_frontier
-
         return run_frontier(args)
     _check_flags(args)
     budget = parse_budget(args.budget) if args.budget else None
@@ -161,7 +129,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     """Raise RequestError for a flag of another evaluation."""
     from headrace.errors import RequestError
 
-    for flag in ("depth", "form", "quick"):
+    for flag in ("depth", "form", "quick", "keep", "only"):
         if getattr(args, flag):
             raise RequestError(f"--{flag} needs --frontier; add it")
     for flag, needed in (("budget", "--sweep"), ("svg", "--sweep or --frontier")):

@@ -1,27 +1,78 @@
 """`headrace eval --frontier`: the table, the picture and the sentence of advice."""
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.cli.arguments import model_options
+from headrace.cli.arguments import MAX_TOKENS, model_options, whole_number
 from headrace.errors import RequestError
 
 if TYPE_CHECKING:
-    from headrace.measure.frontier_run import Frontier, Point
+    from headrace.measure.frontier_points import Frontier, Point
 
 _DEPTH = 1024
+
+
+def add_frontier(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--frontier",
+        action="store_true",
+        help="bytes, speed and loss of --formats, or of the usual formats, and of all lossy modes, "
+        "each also as an exact draft",
+    )
+    group.add_argument(
+        "--depth",
+        type=whole_number(2, MAX_TOKENS),
+        metavar="N",
+        help="with --frontier: context of the timed tokens, and length of a piece of text "
+        "(default: 1024)",
+    )
+    group.add_argument(
+        "--form",
+        type=_form,
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="with --frontier: another file of the model as a form, or a calibration file, in "
+        "place of the usual form of this name; may be repeated",
+    )
+    group.add_argument(
+        "--keep",
+        type=Path,
+        metavar="FOLDER",
+        help="with --frontier: folder for results and converted files, which another run completes",
+    )
+    group.add_argument(
+        "--only",
+        choices=("quality", "speed"),
+        help="with --keep: part to measure now (default: both)",
+    )
+    group.add_argument(
+        "--quick", action="store_true", help="with --frontier: fewer forms, and fewer steps of each"
+    )
+
+
+def _form(text: str) -> tuple[str, str]:
+    name, equals, file = text.partition("=")
+    if not (name and equals and file):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not NAME=FILE")
+    return name, file
 
 
 def run_frontier(args: argparse.Namespace) -> int:
     from headrace.cli.output_file import check_writable, write
     from headrace.cli.progress import progress_bar
-    from headrace.measure.frontier_run import measure_frontier
+    from headrace.measure.frontier_run import PARTS, measure_frontier
     from headrace.measure.table import print_json
 
     for flag in ("sweep", "budget", "by_layer", "reference"):
         if getattr(args, flag):
             name = flag.replace("_", "-")
             raise RequestError(f"--{name} does not belong to --frontier; leave one of both out")
+    if args.only and not args.keep:
+        raise RequestError(
+            "--only measures a part of a table, so the results must be kept; add --keep FOLDER"
+        )
     if args.svg:
         check_writable("--svg", args.svg)
 
@@ -34,10 +85,12 @@ def run_frontier(args: argparse.Namespace) -> int:
             tokens=args.tokens,
             depth=args.depth or _DEPTH,
             quick=args.quick,
+            keep=args.keep,
+            parts=(args.only,) if args.only else PARTS,
             on_progress=on_progress,
             **model_options(args),
         )
-    if args.svg:
+    if args.svg and frontier.complete:
         write("--svg", args.svg, frontier_picture(frontier))
     if args.json:
         print_json(frontier.facts())
@@ -51,17 +104,14 @@ def frontier_picture(frontier: "Frontier") -> str:
 
     return frontier_svg(
         f"Forms of {frontier.model} at a depth of {frontier.depth:,} tokens",
-        frontier.points,
+        frontier.complete,
         "KL, nats",
-        area={point.name: point.step_bytes for point in frontier.points},
+        area={point.name: point.step_bytes for point in frontier.complete},
         area_label="bytes that a token reads",
         bars={
-            point.name: Bar(
-                point.draft.gain.speedup,
-                f"{point.draft.gain.speedup:.2f}, {point.draft.acceptance:.0%}",
-            )
-            for point in frontier.points
-            if point.draft
+            point.name: Bar(draft.speedup, f"{draft.speedup:.2f}, {_share(point)}")
+            for point in frontier.complete
+            if (draft := point.draft)
         },
     )
 
@@ -94,18 +144,23 @@ def print_frontier(frontier: "Frontier") -> None:
 
 
 def _cells(point: "Point", best: list[str]) -> list[str]:
-    quality, drafted = point.quality, ["", "", ""]
-    if point.draft:
-        gain = point.draft.gain
-        drafted = [f"{point.draft.acceptance:.0%}", f"{gain.speedup:.2f}", f"{gain.depth}"]
+    score, speed, draft = point.score, point.speed, point.draft
+    early = score.early if score else None
     return [
-        point.name,
+        point.name + (f" ({early.share:.0%} leave)" if early else ""),
         "*" if point.name in best else "",
-        f"{point.step_bytes / 1e6:,.1f}",
-        f"{point.decode:,.1f}",
-        f"{point.gain:.2f}",
-        f"{quality.nll:.4f}",
-        f"{point.loss:.4f}",
-        f"{quality.agreement or 0.0:.1%}",
-        *drafted,
+        f"{point.step_bytes / 1e6:,.1f}" if score else "",
+        *([f"{point.decode:,.1f}", f"{point.gain:.2f}"] if speed else ["", ""]),
+        f"{score.quality.nll:.4f}" if score else "",
+        f"{point.loss:.4f}" if score else "",
+        f"{score.quality.agreement or 0.0:.1%}" if score else "",
+        _share(point),
+        *([f"{draft.speedup:.2f}", f"{draft.depth}"] if draft else ["", ""]),
     ]
+
+
+def _share(point: "Point") -> str:
+    """The share of drafted tokens that are accepted; empty for forms that do not draft."""
+    if not point.score or point.score.acceptance is None:
+        return ""
+    return f"{point.score.acceptance:.0%}"

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from headrace.backend.cpu.executable import CpuExecutable, instructions, lower_unfused
 from headrace.checkpoint.fingerprint import fingerprint
+from headrace.checkpoint.load import Checkpoint
 from headrace.config import KvConfig
 from headrace.convert.sequence_batch import num_blocks, sequence_batch
 from headrace.convert.spill_file import SpillFile
@@ -77,22 +78,10 @@ def calibrate_sparsity(
 
     Raises RequestError for a share that is not between 0 and 1, or a file that cannot be written.
     """
-    if not 0 < sparsity < 1:
-        raise RequestError(f"sparsity is {sparsity:g}, but must be a share between 0 and 1")
     checkpoint = open_files(model, engine_config(options))
-    pieces = calibration_pieces(checkpoint, None, length, tokens)
-    program = trace_model(checkpoint.spec, checkpoint.tensors)
-    reader = _InputReader(program, checkpoint.tensors, sparse_inputs(program), length)
-    counts = {name: np.zeros(_OCTAVES * _BINS, np.int64) for name in reader.inputs}
-    for piece in track(pieces, len(pieces), "activations", on_progress):
-        for name, rows in reader.read(piece):
-            counts[name] += np.bincount(_bin_of(rows), minlength=_OCTAVES * _BINS)
-    thresholds = {name: _quantile(found, sparsity) for name, found in counts.items()}
-    reader.close()
-
-    facts = {"sparsity": sparsity, "thresholds": thresholds}
-    own = fingerprint(checkpoint, checkpoint.load_tokenizer())
-    write_calibration(file, KIND, own, facts)
+    thresholds = write_thresholds(
+        file, checkpoint, sparsity, tokens=tokens, length=length, on_progress=on_progress
+    )
     evaluator = Evaluator(
         model, {**options, "activation_sparsity": str(file)}, None, tokens, length, on_progress
     )
@@ -108,8 +97,50 @@ def calibrate_sparsity(
         nll_full=full.quality.nll,
         kl=sparse.quality.kl,
     )
-    write_calibration(file, KIND, own, facts | {"price": asdict(price)})
+    _write(file, checkpoint, sparsity, thresholds, price)
     return SparsityCalibration(sparsity=sparsity, thresholds=thresholds, full=full, sparse=sparse)
+
+
+def write_thresholds(
+    file: Path,
+    checkpoint: Checkpoint,
+    sparsity: float,
+    *,
+    tokens: int,
+    length: int = 512,
+    on_progress: ProgressCallback = ignore_progress,
+) -> dict[str, float]:
+    """Find thresholds by input, and write them without a price.
+
+    Raises RequestError as `calibrate_sparsity`.
+    """
+    if not 0 < sparsity < 1:
+        raise RequestError(f"sparsity is {sparsity:g}, but must be a share between 0 and 1")
+    pieces = calibration_pieces(checkpoint, None, length, tokens)
+    program = trace_model(checkpoint.spec, checkpoint.tensors)
+    reader = _InputReader(program, checkpoint.tensors, sparse_inputs(program), length)
+    counts = {name: np.zeros(_OCTAVES * _BINS, np.int64) for name in reader.inputs}
+    for piece in track(pieces, len(pieces), "activations", on_progress):
+        for name, rows in reader.read(piece):
+            counts[name] += np.bincount(_bin_of(rows), minlength=_OCTAVES * _BINS)
+    reader.close()
+    thresholds = {name: _quantile(found, sparsity) for name, found in counts.items()}
+    _write(file, checkpoint, sparsity, thresholds)
+    return thresholds
+
+
+def _write(
+    file: Path,
+    checkpoint: Checkpoint,
+    sparsity: float,
+    thresholds: Mapping[str, float],
+    price: Price | None = None,
+) -> None:
+    own = fingerprint(checkpoint, checkpoint.load_tokenizer())
+    facts: dict[str, object] = {"sparsity": sparsity, "thresholds": thresholds}
+    if price:
+        facts["price"] = asdict(price)
+    write_calibration(file, KIND, own, facts)
 
 
 def shared_zeros(

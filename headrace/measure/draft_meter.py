@@ -1,23 +1,17 @@
 """Measures a form of a model as an exact draft of the full model, over the full model's KV."""
 
 import statistics
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from headrace.backend import forward
 from headrace.convert.quality import Scorer
-from headrace.planner.draft_gain import Costs, Gain, best_gain
+from headrace.planner.draft_gain import Costs
+from headrace.quant.arrays import Floats
 
-_MAX_DEPTH = 8
-
-
-class DraftSpeed(NamedTuple):
-    acceptance: float
-    """Share of the full model's greedy tokens that the draft predicts."""
-    gain: Gain
-    """Of the best depth, by measured times of steps."""
+MAX_DEPTH = 8
+"""Draft tokens in a row."""
 
 
 class DraftMeter:
@@ -29,32 +23,34 @@ class DraftMeter:
         self._text = list(given)
         full.read(given[:-1])
         for _ in range(tokens):
-            self._text.append(_chosen(full, self._text, len(self._text) - 1))
+            self._text.append(int(_logits(full, self._text, len(self._text) - 1).argmax()))
 
     @staticmethod
     def spare(tokens: int) -> int:
         """Tokens of context that a model needs after the given text."""
-        return tokens + _MAX_DEPTH + 1
+        return tokens + MAX_DEPTH + 1
 
-    def measure(self, full: Scorer, draft: Scorer, rounds: int) -> DraftSpeed:
-        """Measure a form that is attached to the full model."""
-        full.read(self._text)
-        acceptance = self._acceptance(draft)
-        full.read(self._text)
-        return DraftSpeed(acceptance, best_gain(acceptance, self._costs(full, draft, rounds)))
+    def acceptance(self, full: Scorer, draft: Scorer) -> float:
+        """The share of the full model's greedy tokens that a form, attached to it, predicts."""
+        return self._share(
+            full, draft, lambda logits, row: int(logits.argmax()) == self._text[row + 1]
+        )
 
-    def _acceptance(self, draft: Scorer) -> float:
-        """Predict each written token from the full model's KV, the last token first.
+    def leaves(self, full: Scorer, early: Scorer) -> float:
+        """The share of tokens that leave early; `early`, attached to the full model, ends there.
 
-        A draft writes KV of its own row only, which no earlier row reads.
+        It has no logits (NaN) for tokens that stay.
         """
-        rows = range(len(self._text) - 2, self._given - 2, -1)
-        return float(np.mean([_chosen(draft, self._text, r) == self._text[r + 1] for r in rows]))
+        return self._share(full, early, lambda logits, row: not np.isnan(logits).any())
 
-    def _costs(self, full: Scorer, draft: Scorer, rounds: int) -> Costs:
-        """Steps of both models take turns, so that a busy machine slows both."""
-        depths = range(_MAX_DEPTH + 1)
-        text, end = self._text + self._text[-1:] * _MAX_DEPTH, len(self._text)
+    def costs(self, full: Scorer, draft: Scorer, rounds: int) -> Costs:
+        """Times of steps of two models over one KV.
+
+        They take turns, so that a busy machine slows both.
+        """
+        full.read(self._text)
+        depths = range(MAX_DEPTH + 1)
+        text, end = self._text + self._text[-1:] * MAX_DEPTH, len(self._text)
         steps = [full.batch(text, end - 1, end + depth) for depth in depths]
         target: list[list[float]] = [[] for _ in depths]
         own: list[float] = []
@@ -64,9 +60,20 @@ class DraftMeter:
                 own.append(draft.seconds(steps[0]))
         return Costs([statistics.median(times) for times in target], statistics.median(own))
 
+    def _share(self, full: Scorer, form: Scorer, holds: Callable[[Floats, int], bool]) -> float:
+        """The share of written tokens before which the form's logits have a property.
 
-def _chosen(model: Scorer, text: Sequence[int], row: int) -> int:
-    """The likeliest token after a row."""
+        The last token comes first: a form writes KV of its own row only, which no earlier row
+        reads.
+        """
+        full.read(self._text)
+        rows = range(len(self._text) - 2, self._given - 2, -1)
+        return float(np.mean([holds(_logits(form, self._text, row), row) for row in rows]))
+
+
+def _logits(model: Scorer, text: Sequence[int], row: int) -> Floats:
+    """The logits after a row [vocabulary]."""
     logits = forward(model.executable, model.batch(text, row, row + 1)).logits
     assert logits is not None, "the batch has a logit row"
-    return int(logits[-1].argmax())
+    last: Floats = logits[-1]
+    return last

@@ -169,6 +169,9 @@ def _bars(bars: Mapping[str, Bar]) -> Iterator[str]:
     scale = (right - left) / most
     yield text(_WIDTH, _TOP - 28, "As an exact draft: speed over plain decoding", weight="bold")
     yield text(_WIDTH, _TOP - 12, "share of drafted tokens accepted, at the right", fill=FAINT)
+    x, bottom = left + scale, _TOP + _BAR_PITCH * len(bars)
+    yield line([(x, _TOP - 4), (x, bottom + 4)], INK, 1)
+    yield text(x, bottom + 18, "plain", anchor="middle", fill=FAINT)
     for number, (name, bar) in enumerate(bars.items()):
         y, pays = _TOP + _BAR_PITCH * number, bar.value > 1
         width = scale * bar.value
@@ -177,10 +180,7 @@ def _bars(bars: Mapping[str, Bar]) -> Iterator[str]:
             f'<rect x="{left}" y="{y + 2}" width="{width:.1f}" height="{_BAR_PITCH - 6}" '
             f'fill="{COLOURS[0] if pays else _GREY}"/>'
         )
-        yield text(left + width + 6, y + 12, bar.label, fill=INK if pays else FAINT)
-    x, bottom = left + scale, _TOP + _BAR_PITCH * len(bars)
-    yield line([(x, _TOP - 4), (x, bottom + 4)], INK, 1)
-    yield text(x, bottom + 18, "plain", anchor="middle", fill=FAINT)
+        yield from haloed(left + width + 6, y + 12, bar.label, INK if pays else FAINT)
 
 
 def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> float:

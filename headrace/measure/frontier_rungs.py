@@ -3,21 +3,29 @@
 A mode is an entry of `_MODES`: a function that lists its rungs for a model.
 """
 
+import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Unpack
+from typing import Literal, Unpack
 
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
+from headrace.loader.activation_sparsity import check_sparsity
 from headrace.loader.drafts import model_program
+from headrace.loader.early_exit import check_early_exit, with_early_exit, with_exit_map
 from headrace.loader.self_draft import own_tensors, with_own_names
+from headrace.measure.activation_sparsity import write_thresholds
 from headrace.measure.climb_process import run_command
+from headrace.measure.early_exit import calibrate_early_exit
 from headrace.measure.evaluate import SWEEP_FORMATS, Evaluator, target_of
 from headrace.measure.options import ModeOptions
 from headrace.measure.placed_model import main_format
+from headrace.measure.progress import ProgressCallback, ignore_progress
 from headrace.model import trace_model
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
@@ -25,6 +33,7 @@ from headrace.quant.kv import BLOCK_SIZE
 from headrace.quant.spec import QuantSpec
 from headrace.record import frozen
 
+CalibratedOption = Literal["activation_sparsity", "early_exit"]
 _QUICK_FORMATS = ("int8-g32", "int4-g32", "int3-g32")
 
 
@@ -43,6 +52,15 @@ class Form:
         if self.layers is not None:
             checkpoint = replace(checkpoint, spec=checkpoint.spec.with_layers(self.layers))
         return model_program(self.config, checkpoint)
+
+    @property
+    def before_exit(self) -> "Form | None":
+        """The layers before an early exit; None without one."""
+        if not self.config.early_exit:
+            return None
+        exit = with_early_exit(self.checkpoint.spec, self.config).early_exit
+        assert exit, "the configuration has an exit"
+        return replace(self, layers=tuple(range(exit.num_layers)))
 
     def over(self, full: Checkpoint) -> tuple[Program, Mapping[str, StoredTensor]]:
         """The program over weights of `full`, and all tensors; equal tensors are shared."""
@@ -66,12 +84,13 @@ class Workshop:
 
     evaluator: Evaluator
     folder: Path
-    """An empty folder for files."""
+    """A folder for files, which may have those of an earlier run."""
     formats: Sequence[str]
     """Number formats that the caller named; empty: the usual ones."""
     files: Mapping[str, str]
-    """Models that the caller names as forms, by the names of the forms."""
+    """Models and calibration files that the caller names as forms, by the names of the forms."""
     is_quick: bool
+    on_progress: ProgressCallback = ignore_progress
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -80,6 +99,10 @@ class Workshop:
     @property
     def config(self) -> EngineConfig:
         return self.evaluator.config
+
+    @cached_property
+    def full(self) -> Form:
+        return Form(self.checkpoint, self.config)
 
     def mode(self, name: str, kind: str, **options: Unpack[ModeOptions]) -> Rung:
         """A rung of the model with lossy options."""
@@ -111,15 +134,44 @@ class Workshop:
         """
         if name in self.files:
             return self.opened(name, kind)
-        out = self.folder / name.replace(":", "-").replace(" ", "-")
+        out = self.folder / _file_name(name)
         calibration = ("--calibration-tokens", "2048" if self.is_quick else "8192")
 
         def make() -> Form:
-            path = str(self.checkpoint.path)
-            run_command("convert", path, str(out), *arguments, *calibration)
+            if not out.exists():
+                begun = out.with_name(f"{out.name}.begun")
+                shutil.rmtree(begun, ignore_errors=True)
+                path = str(self.checkpoint.path)
+                run_command("convert", path, str(begun), *arguments, *calibration)
+                begun.rename(out)
             return Form(open_checkpoint(out), self.config)
 
         return Rung(name, kind, make)
+
+    def calibrated(
+        self, name: str, option: CalibratedOption, calibrate: Callable[[Path], None]
+    ) -> Rung:
+        """A rung of a lossy option whose file `calibrate` writes.
+
+        A file of the caller takes its place.
+        """
+        out = self.folder / f"{_file_name(name)}.json"
+
+        def make() -> Form:
+            file = Path(self.files[name]) if name in self.files else out
+            if not (name in self.files or out.exists()):
+                calibrate(out)
+            mode: ModeOptions = {option: str(file)}  # type: ignore[misc]
+            config = replace(self.config, **mode)
+            check_early_exit(config, self.checkpoint)
+            check_sparsity(config, self.checkpoint)
+            return Form(with_exit_map(self.checkpoint, config), config)
+
+        return Rung(name, option, make)
+
+
+def _file_name(form: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", form.lower()).strip("-")
 
 
 def rungs_of(workshop: Workshop) -> list[Rung]:
@@ -195,6 +247,45 @@ def _experts(workshop: Workshop) -> Iterator[Rung]:
         yield workshop.converted(f"{active} of 8 experts", "experts", arguments)
 
 
+def _sparsity(workshop: Workshop) -> Iterator[Rung]:
+    """Shares of activations that thresholds of their magnitude set to 0 (TEAL)."""
+    tokens = 2048 if workshop.is_quick else 4096
+
+    def calibrate(share: float, file: Path) -> None:
+        write_thresholds(
+            file, workshop.checkpoint, share, tokens=tokens, on_progress=workshop.on_progress
+        )
+
+    for share in (0.4,) if workshop.is_quick else (0.25, 0.4):
+        yield workshop.calibrated(
+            f"{share:.0%} zeros", "activation_sparsity", partial(calibrate, share)
+        )
+
+
+def _early_exits(workshop: Workshop) -> Iterator[Rung]:
+    """Exits whose tokens differ from the full model's with a bounded share."""
+    tokens = 4096 if workshop.is_quick else 16_384
+
+    def calibrate(bound: float, file: Path) -> None:
+        found = calibrate_early_exit(
+            str(workshop.checkpoint.path),
+            bound,
+            tokens=tokens,
+            backend=workshop.config.backend,
+            threads=workshop.config.threads,
+            on_progress=workshop.on_progress,
+        )
+        if not found.chosen:
+            raise RequestError(
+                f"no exit keeps {bound:.0%} disagreement on {tokens:,} tokens of text"
+            )
+        found.write(file)
+
+    for bound in (0.1,) if workshop.is_quick else (0.05, 0.1):
+        name = f"exit within {bound:.0%}"
+        yield workshop.calibrated(name, "early_exit", partial(calibrate, bound))
+
+
 _MODES: tuple[Callable[[Workshop], Iterator[Rung]], ...] = (
     _formats,
     _sparse,
@@ -202,4 +293,6 @@ _MODES: tuple[Callable[[Workshop], Iterator[Rung]], ...] = (
     _windows,
     _top_blocks,
     _layers,
+    _sparsity,
+    _early_exits,
 )

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headrace.batch import Commit, DraftTree
 from headrace.logit_ops import StepResult
-from headrace.planner.draft_gain import Costs, best_gain, expected_tokens, gain
+from headrace.planner.draft_gain import Costs, best_gain, exit_round, expected_tokens, gain
 from headrace.proposer import SequenceView
 from headrace.sampling_params import SamplingParams
 from headrace.speculation.proposers.draft_model import DraftModelProposer
@@ -119,3 +119,14 @@ def test_expected_tokens_agree_with_the_engine(depth: int, temperature: float) -
     assert len(proposer.paths) > 300 and 0.6 < acceptance < 0.9
     assert measured == pytest.approx(expected_tokens(acceptance, depth), rel=0.05)
     assert measured == pytest.approx(simulated_tokens(acceptance, depth, 20_000), rel=0.06)
+
+
+def test_cost_of_an_early_exit_is_the_mean_of_its_rounds() -> None:
+    """A token stays: one try and a full step. Both leave: two tries and a step of three rows."""
+    costs = Costs([10.0, 11.0, 12.0], 4.0)
+    assert exit_round(0.0, costs) == (0, 10.0)
+    assert exit_round(0.0, costs, 2).cost == 14.0
+    assert exit_round(1.0, costs) == (2, (2 * 4.0 + 12.0) / 3)
+    stays, one, both = 0.5 * 14.0, 0.25 * (2 * 4.0 + 11.0), 0.25 * (2 * 4.0 + 12.0)
+    tokens = 0.5 * 1 + 0.25 * 2 + 0.25 * 3
+    assert exit_round(0.5, costs, 2).cost == pytest.approx((stays + one + both) / tokens)
