@@ -84,6 +84,7 @@ class BatchPart(NamedTuple):
     """Some sequences of a batch, and the places of their gathered rows in the whole."""
 
     batch: RaggedBatch
+    rows: Ints  # indices among the whole's rows
     logit_rows: Ints  # indices among the whole's logit rows
     pooled_rows: Ints  # indices among the whole's pooled rows
 
@@ -124,7 +125,7 @@ def part_of(batch: RaggedBatch, sequences: list[int]) -> BatchPart:
         adapters=None if batch.adapters is None else batch.adapters[chosen],
         pooled_rows=None if pooled is None else new_row[pooled[pooled_rows]],
     )
-    return BatchPart(part, logit_rows, pooled_rows)
+    return BatchPart(part, rows.astype(np.int32), logit_rows, pooled_rows)
 
 
 class StepTimes(NamedTuple):
@@ -163,6 +164,12 @@ class Commit(NamedTuple):
     """
     draft: DraftTree = NO_DRAFT
     """Tree of the step, which may have fewer nodes than its proposal. Only proposers use it."""
+    rows: range = range(0)
+    """Indices among all rows of the scheduled known tokens; draft nodes follow them. Only proposers
+    use it.
+    """
+    position: int = -1
+    """Position in the sequence of the first of them."""
 
     @property
     def last_row(self) -> int:

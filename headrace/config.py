@@ -210,7 +210,8 @@ class EngineConfig:
     """
     draft_model: str = ""
     """Draft model for `draft_model`: an alias, path, `hf:` or `pypi:` name of a smaller
-    model with the same vocabulary.
+    model with the same vocabulary, the folder of an EAGLE-3 drafter of the model, or
+    `mtp` for the layer for drafts in the model's own files (DeepSeek-V3).
     """
     draft_layers: int | str | tuple[int, ...] = 0
     """Layers of the model that draft for `self_draft`: a number of first layers, or a list of

@@ -176,6 +176,8 @@ class StepResult(NamedTuple):
     logits: NDArray[np.float32] | None = None  # [R, vocab], if the launch returns them
     hidden: NDArray[np.float32] | None = None
     """[R, dim] hidden rows of the logits, if the program keeps them."""
+    taps: NDArray[np.float32] | None = None
+    """[T, width] rows before some layers, next to each other, if the program keeps them."""
 
 
 class Ticket(Protocol):

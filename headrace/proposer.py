@@ -63,6 +63,8 @@ class ProposerTraits(NamedTuple):
     """
     needs_logits: bool = False
     needs_hidden: bool = False
+    needs_taps: bool = False
+    """Whether it reads the taps of all rows. Such a proposer observes paused steps too."""
 
 
 class Proposer(Protocol):

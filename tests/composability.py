@@ -45,6 +45,7 @@ METHODS = [
     ),
     Method("auto, adaptive", {"proposer": "auto"}, happened=lambda stats: stats.steps > 0),
     Method("draft model", draft={"how": "draft_model"}),
+    Method("EAGLE-3 drafter", draft={"how": "draft_model", "drafted_tokens": 30, "width": 2}),
     Method("first layers", draft={"how": "self_draft", "depth": 3, "width": 2}),
     Method("listed layers", draft={"how": "self_draft", "layers": (1,), "depth": 3}),
     Method("2:4 weights", draft={"how": "self_draft", "format": "int8-2:4", "depth": 3}),

@@ -9,9 +9,11 @@ import numpy as np
 
 from headrace.backend import Executable, compile_program
 from headrace.backend_traits import KvDtype
+from headrace.checkpoint.eagle3 import Drafter
 from headrace.config import LOSSY_OPTIONS, EngineConfig, KvConfig
 from headrace.engine.engine import Engine
 from headrace.kv.manager import KvManager
+from headrace.loader.drafts import compile_drafter
 from headrace.model.spec import ModelSpec
 from headrace.program.trace import trace
 from headrace.proposer import Proposer
@@ -36,6 +38,7 @@ def draft_engine(
     backend: str = "cpu",
     *,
     draft: Model | None = None,
+    drafter: Drafter | None = None,
     layers: Sequence[int] = (0,),
     weights: Model | None = None,
     draft_top_blocks: int = 0,
@@ -49,8 +52,8 @@ def draft_engine(
 ) -> tuple[Engine, dict[str, Proposer]]:
     """An engine that drafts by `how`, a proposer's name or `auto` for all, and its proposers.
 
-    Without `draft` the model itself is the draft model. For `self_draft`, `weights` replace the
-    model's.
+    Without `draft` the model itself is the draft model; a `drafter` takes its place. For
+    `self_draft`, `weights` replace the model's.
     """
     spec, tensors = model
     size = BLOCK_SIZE[backend]
@@ -67,9 +70,13 @@ def draft_engine(
     )
     methods = enabled_methods(draft_config)
     mode = EngineConfig(**{name: value for name, value in config.items() if name in LOSSY_OPTIONS})
-    program = mode_program(model, mode).with_pooled()
+    taps = drafter.spec.drafter.taps if drafter and drafter.spec.drafter else ()
+    keeps_rows = spec.num_layers in taps
+    program = mode_program((replace(spec, keeps_rows=keeps_rows), tensors), mode).with_pooled()
     if draft_top_blocks:
         program = program.with_key_bounds()
+    if taps:
+        program = program.with_taps(taps)
     kv = KvConfig((-(-slots // size),) * len(program.kv_groups), size, kv_dtype)
     target = compile_program(
         backend,
@@ -79,11 +86,15 @@ def draft_engine(
         config.get("threads", 1),
     )
     draft_models = DraftModels(block_size=size)
-    if "draft_model" in methods:
+    num_draft_blocks = -(-(draft_slots or slots) // size)
+    if "draft_model" in methods and drafter:
+        draft_kv = replace(kv, num_blocks=(num_draft_blocks,))
+        programs = compile_drafter(drafter, spec, target, draft_kv, depth)
+        draft_models = replace(draft_models, drafter=programs)
+    elif "draft_model" in methods:
         draft_spec, draft_tensors = draft or model
         draft_program = mode_program((draft_spec, draft_tensors), mode)
-        num_blocks = -(-(draft_slots or slots) // size)
-        draft_kv = replace(kv, num_blocks=(num_blocks,) * len(draft_program.kv_groups))
+        draft_kv = replace(kv, num_blocks=(num_draft_blocks,) * len(draft_program.kv_groups))
         compiled = target.attach(draft_program, draft_tensors, draft_kv)
         manager = KvManager(draft_program.kv_groups, draft_kv, max_rows(depth))
         draft_models = replace(

@@ -60,8 +60,8 @@ class Executable(Protocol):
     ) -> Ticket:
         """Run one forward over the batch, then the ops on its logits.
 
-        `logits` and `hidden` request these rows. A row may take its token from the previous
-        launch.
+        `logits` and `hidden` request these rows; taps come with the hidden rows. A row may take
+        its token from the previous launch.
         """
 
     def attach(

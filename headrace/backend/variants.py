@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.batch import RaggedBatch, ints, part_of
+from headrace.logit_ops import LogitOpResult, StepResult
 
 Rows = NDArray[np.float32]
 _Program = TypeVar("_Program")
@@ -23,6 +24,19 @@ class GatheredRows(NamedTuple):
     logits: Rows | None  # [logit rows, vocab]
     hidden: Rows | None  # [logit rows, dim]
     pooled: Rows | None  # [pooled rows, dim]
+    taps: Rows | None = None  # [rows, width]
+
+
+def result_of(
+    values: list[LogitOpResult], rows: GatheredRows, *, logits: bool, hidden: bool
+) -> StepResult:
+    """The result of a launch with the requested rows."""
+    return StepResult(
+        values,
+        rows.logits if logits else None,
+        rows.hidden if hidden else None,
+        rows.taps if hidden else None,
+    )
 
 
 def sequences_of(batch: RaggedBatch, numbers: Collection[int]) -> dict[int, list[int]]:
@@ -48,12 +62,12 @@ def run_parts(
     if len(parts) == 1:
         return run(numbers.get(next(iter(parts))), batch)
 
-    whole: list[Rows | None] = [None, None, None]
+    whole: list[Rows | None] = [None] * len(GatheredRows._fields)
     for number, sequences in parts.items():
-        part, logit_rows, pooled_rows = part_of(batch, sequences)
-        places = (logit_rows, logit_rows, pooled_rows)
+        part, rows_of_part, logit_rows, pooled_rows = part_of(batch, sequences)
+        places = (logit_rows, logit_rows, pooled_rows, rows_of_part)
         num_pooled = 0 if batch.pooled_rows is None else len(batch.pooled_rows)
-        sizes = (len(batch.logit_rows), len(batch.logit_rows), num_pooled)
+        sizes = (len(batch.logit_rows), len(batch.logit_rows), num_pooled, len(batch.tokens))
         for i, rows in enumerate(run(numbers.get(number), part)):
             if rows is None:
                 continue

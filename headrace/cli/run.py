@@ -179,7 +179,8 @@ def _add_speculation(group: Arguments) -> None:
         group,
         "draft_model",
         "MODEL",
-        "smaller model with the same vocabulary (for the proposer draft_model)",
+        "smaller model with the same vocabulary, folder of an EAGLE-3 drafter of the model, or mtp "
+        "for the layer for drafts in the model's own files (for the proposer draft_model)",
     )
     text = (
         "number of the model's first layers that draft (for the proposer self_draft), or a list of "

@@ -41,6 +41,7 @@ def build_batch(scheduled: list[ScheduledSequence], block_size: int) -> RaggedBa
             rows = range(first, end + len(item.draft.tokens))
         written.append(rows)
         row_start.append(len(tokens))
+        item.rows = range(start, start + item.num_scheduled)
 
         # Rows with logits, and rows to pool.
         item.first_score_row = len(logit_rows)

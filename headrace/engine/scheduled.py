@@ -39,6 +39,8 @@ class ScheduledSequence:
     ones.
     """
 
+    rows: range = range(0)
+    """Rows of the scheduled tokens in the step."""
     scored: range = range(0)
     """Positions whose rows give prompt log-probabilities."""
     first_score_row: int = 0

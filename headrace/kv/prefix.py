@@ -4,7 +4,7 @@ Its edges are whole blocks of token ids, compared token by token, never by a has
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from math import inf
 from typing import NamedTuple
@@ -57,7 +57,7 @@ class Hit(NamedTuple):
 class PrefixCache:
     def __init__(self, kv: KvManager) -> None:
         self._kv = kv
-        self._roots = WeakValueDictionary[Scope, Node]()
+        self._roots = WeakValueDictionary[Hashable, Node]()
         self._children = WeakValueDictionary[tuple[Node, bytes], Node]()  # by parent and tokens
 
         # The nodes of each group by block and by host block. These references keep a node alive.
@@ -72,7 +72,7 @@ class PrefixCache:
             partial(self._dropped, group) for group in groups
         ]
 
-    def match(self, scope: Scope, known: Sequence[int], max_tokens: int) -> Node:
+    def match(self, scope: Hashable, known: Sequence[int], max_tokens: int) -> Node:
         """The last node of the longest hit within `max_tokens` tokens, or the root of the scope."""
         node = self._roots.get(scope)
         if node is None:

@@ -1,6 +1,6 @@
-"""Opens, checks and compiles draft models, self-drafts and Medusa heads."""
+"""Opens, checks and compiles draft models, drafters, self-drafts and Medusa heads."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,7 +9,10 @@ from typing import Protocol
 import numpy as np
 
 from headrace.backend import Executable, lower_program
+from headrace.backend.mapped_logits import MappedLogits
+from headrace.checkpoint.eagle3 import Drafter, is_drafter, open_drafter
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
+from headrace.checkpoint.mtp import open_mtp
 from headrace.checkpoint.safetensors import read_safetensors
 from headrace.checkpoint.source import resolve
 from headrace.checkpoint.tokenizer import Tokenizer
@@ -19,17 +22,22 @@ from headrace.kv.manager import KvManager
 from headrace.loader.activation_sparsity import sparse_program
 from headrace.loader.draft_vocabulary import check_vocabulary, with_vocab_size
 from headrace.loader.early_exit import with_early_exit
+from headrace.loader.kv_size import KvUse
 from headrace.loader.self_draft import SelfDraft, open_self_draft, shortened_program
-from headrace.model import trace_model
+from headrace.model import eagle3, mtp, trace_model
 from headrace.model.spec import ModelSpec
 from headrace.program.trace import Program, trace
 from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
 from headrace.speculation.proposers import DraftModel, DraftModels, enabled_methods
 from headrace.speculation.proposers.draft_model import max_rows
+from headrace.speculation.proposers.eagle import DrafterPrograms
+from headrace.speculation.proposers.eagle import max_rows as max_pairs
 from headrace.speculation.proposers.medusa import head_forward
 
 _MAX_HEADS = 16
+OWN_LAYERS = "mtp"
+"""A `draft_model`: the layers for drafts in the model's own files."""
 
 
 class Attachable(Protocol):
@@ -46,8 +54,24 @@ class DraftCheckpoints:
     """Draft model, Medusa heads and self-draft of a configuration, opened but not compiled."""
 
     draft: Checkpoint | None = None
+    drafter: Drafter | None = None
     heads: Mapping[str, StoredTensor] | None = None
     self_draft: SelfDraft | None = None
+
+    def kv_use(self, config: EngineConfig) -> KvUse | None:
+        """Return the KV of the draft model or drafter, if there is one."""
+        if self.drafter:
+            return KvUse(drafter_program(self.drafter).kv_groups, max_pairs(config.draft_depth))
+        if self.draft:
+            program = draft_model_program(config, self.draft)
+            return KvUse(program.kv_groups, max_rows(config.draft_depth))
+        return None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target before which a drafter takes rows."""
+        spec = self.drafter.spec.drafter if self.drafter else None
+        return spec.taps if spec else ()
 
     def weight_bytes(self, backend: str, target: ModelSpec) -> int:
         """Return the bytes of their weights in the backend's memory, without the target's."""
@@ -55,6 +79,9 @@ class DraftCheckpoints:
         if self.draft:
             program = trace_model(self.draft.spec, self.draft.tensors)
             total += lower_program(backend, program, self.draft.tensors).weight_bytes
+        if self.drafter:
+            program = drafter_program(self.drafter)
+            total += lower_program(backend, program, self.drafter.tensors).weight_bytes
         if self.heads:
             for program in _head_programs(target, self.heads):
                 total += lower_program(backend, program, self.heads).weight_bytes
@@ -72,13 +99,19 @@ def open_draft_checkpoints(
     model's layers, or `draft_weights` is not a form of the model.
     """
     methods = enabled_methods(config)
-    draft = heads = self_draft = None
+    draft = drafter = heads = self_draft = None
     if "self_draft" in methods:
         self_draft = open_self_draft(config, target, load_tokenizer)
-    if "draft_model" in methods and config.draft_model:
-        draft = open_checkpoint(
-            resolve(config.draft_model), is_absorbed=config.latent_attention == "absorbed"
-        )
+    name = config.draft_model if "draft_model" in methods else ""
+    path = resolve(name) if name and name != OWN_LAYERS else None
+    if name == OWN_LAYERS:
+        _check_one_rank(config)
+        drafter = open_mtp(target)
+    elif path and is_drafter(path):
+        _check_one_rank(config)
+        drafter = open_drafter(path, target)
+    elif path:
+        draft = open_checkpoint(path, is_absorbed=config.latent_attention == "absorbed")
         if not draft.spec.has_head:
             raise RequestError(
                 f"draft_model '{config.draft_model}' only computes embeddings: its files have no "
@@ -88,7 +121,17 @@ def open_draft_checkpoints(
         draft = with_vocab_size(draft, target.spec.vocab_size)
     if "medusa" in methods and config.medusa_heads:
         heads = read_heads(Path(config.medusa_heads), target.spec, load_tokenizer().vocab_size)
-    return DraftCheckpoints(draft, heads, self_draft)
+    return DraftCheckpoints(draft=draft, drafter=drafter, heads=heads, self_draft=self_draft)
+
+
+def _check_one_rank(config: EngineConfig) -> None:
+    """Raise RequestError if the model's rows lie on several ranks."""
+    if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
+        raise RequestError(
+            f"draft_model '{config.draft_model}' is a drafter over rows of the model, which works "
+            "on one rank; set tensor_parallel_size and pipeline_parallel_size to 1, or choose a "
+            "draft model that reads tokens"
+        )
 
 
 def model_program(config: EngineConfig, checkpoint: Checkpoint) -> Program:
@@ -103,11 +146,24 @@ def draft_model_program(config: EngineConfig, draft: Checkpoint) -> Program:
     return model_program(replace(config, early_exit="", activation_sparsity=""), draft)
 
 
-def target_program(config: EngineConfig, target: Checkpoint) -> Program:
-    """Trace the target model with row pooling, and with its hidden rows as output for heads."""
+def drafter_program(drafter: Drafter, *, from_itself: bool = False) -> Program:
+    """Trace a drafter over rows of the target, or over its own rows."""
+    module = {"eagle3": eagle3, "mtp": mtp}[drafter.spec.architecture]
+    forward = module.from_itself if from_itself else module.from_target
+    return trace(partial(forward, drafter.spec), drafter.tensors).with_residual()
+
+
+def target_program(config: EngineConfig, target: Checkpoint, taps: Sequence[int] = ()) -> Program:
+    """Trace the target model with row pooling, with its hidden rows as output for heads, and with
+    its rows before the layers `taps` for a drafter.
+    """
+    if target.spec.num_layers in taps:
+        target = replace(target, spec=replace(target.spec, keeps_rows=True))
     program = model_program(config, target).with_pooled()
     if config.draft_top_blocks:
         program = program.with_key_bounds()
+    if taps:
+        program = program.with_taps(taps)
     return program.with_hidden() if "medusa" in enabled_methods(config) else program
 
 
@@ -120,7 +176,7 @@ def compile_draft_models(
 ) -> DraftModels:
     """Compile all draft programs on the threads of the target's `executable`.
 
-    `kv` is the KV size of the draft model; without it, no draft model is compiled.
+    `kv` is the KV size of the draft model or drafter; without it, neither is compiled.
     """
     draft_models = DraftModels(block_size=config.traits.kv_block_size)
     if kv and (checkpoint := draft_checkpoints.draft):
@@ -130,6 +186,9 @@ def compile_draft_models(
         draft_models = replace(
             draft_models, draft=DraftModel(compiled, manager, checkpoint.spec.max_context)
         )
+    if kv and (drafter := draft_checkpoints.drafter):
+        compiled_drafter = compile_drafter(drafter, target.spec, executable, kv, config.draft_depth)
+        draft_models = replace(draft_models, drafter=compiled_drafter)
     if self_draft := draft_checkpoints.self_draft:
         program = shortened_program(config, target, self_draft)
         tensors = {**target.tensors, **self_draft.own}
@@ -140,6 +199,21 @@ def compile_draft_models(
             draft_models, heads=[executable.attach(program, heads) for program in programs]
         )
     return draft_models
+
+
+def compile_drafter(
+    drafter: Drafter, target: ModelSpec, executable: Attachable, kv: KvConfig, depth: int
+) -> DrafterPrograms:
+    """Compile a drafter: a program over rows of the target, and one over its own rows."""
+    program, tensors = drafter_program(drafter), drafter.tensors
+    further = drafter_program(drafter, from_itself=True)
+    first = executable.attach(program, tensors, kv)
+    return DrafterPrograms(
+        from_target=MappedLogits(first, drafter.tokens, target.vocab_size),
+        from_itself=MappedLogits(first.attach(further, tensors), drafter.tokens, target.vocab_size),
+        kv=KvManager(program.kv_groups, kv, max_pairs(depth)),
+        max_length=target.max_context,
+    )
 
 
 def _head_programs(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> Iterator[Program]:

@@ -131,7 +131,7 @@ def load_engine(
     config = with_backend(config, checkpoint, drafts)
     checkpoint = _with_context(checkpoint, config)
     spec = checkpoint.spec
-    program = target_program(config, checkpoint)
+    program = target_program(config, checkpoint, drafts.taps)
     kv, draft_kv, memory = fit_memory(config, checkpoint, program, drafts, spec.context)
 
     if config.traits.on_gpu:

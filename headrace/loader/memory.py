@@ -8,13 +8,12 @@ from typing import NamedTuple
 from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig, KvConfig
 from headrace.errors import MemoryLimitError
-from headrace.loader.drafts import DraftCheckpoints, draft_model_program
+from headrace.loader.drafts import DraftCheckpoints
 from headrace.loader.kv_size import KvUse, Memory, size_kv
 from headrace.parallel.config import is_multi_host, mesh_of, rank_programs
 from headrace.planner.gpu import free_memory_of
 from headrace.planner.host import available_memory
 from headrace.program.trace import Program
-from headrace.speculation.proposers.draft_model import max_rows
 
 _LOGIT_BYTES = 64 << 20
 _MIN_LOGIT_ROWS = 64
@@ -104,11 +103,9 @@ def fit_memory(
     rank_weights = [shard.weight_bytes for shard in programs]
     uses = [KvUse(shard.kv_groups, config.max_rows) for shard in programs]
     draft_weights = drafts.weight_bytes(config.backend, checkpoint.spec)
-    draft_uses: list[KvUse] = []
+    draft_use = drafts.kv_use(config)
+    draft_uses = [draft_use] if draft_use else []
     draft_kv: KvConfig | None = None
-    if drafts.draft:
-        draft_groups = draft_model_program(config, drafts.draft).kv_groups
-        draft_uses.append(KvUse(draft_groups, max_rows(config.draft_depth)))
 
     mesh, memory = mesh_of(config), memory_for(config, programs[0])
     if memory.on_gpu and mesh.ranks > 1:
@@ -139,7 +136,7 @@ def fit_memory(
         memory,
         block_size,
     )
-    return Fitted(kv, others[-1] if drafts.draft else None, memory)
+    return Fitted(kv, others[-1] if draft_use else None, memory)
 
 
 def _fewest_blocks(kvs: Sequence[KvConfig]) -> KvConfig:

@@ -158,6 +158,11 @@ def calibrate(
 
     config = replace(config, max_model_len=text.length)
     draft_checkpoints = open_draft_checkpoints(config, checkpoint, lambda: tokenizer)
+    if draft_checkpoints.drafter:
+        raise RequestError(
+            f"draft_model '{draft_model}' is a drafter over rows of the model, and calibrate "
+            "measures models that read tokens; leave it out, or compare with `headrace bench`"
+        )
     config = with_backend(config, checkpoint, draft_checkpoints)
     drafts = _measure_drafts(
         config, checkpoint, draft_checkpoints, counts, text, on_progress, search=not layers

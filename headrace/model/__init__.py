@@ -48,12 +48,16 @@ _FILES = {
 """Each file defines the family under its name in capitals."""
 
 
+def _family_in(file: str, name: str) -> Family:
+    family: Family = getattr(import_module(f"headrace.model.{file}"), name.upper())
+    return family
+
+
 class _Families(Mapping[str, Family]):
     """Families by name, imported at first use."""
 
     def __getitem__(self, name: str) -> Family:
-        family: Family = getattr(import_module(f"headrace.model.{_FILES[name]}"), name.upper())
-        return family
+        return _family_in(_FILES[name], name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(_FILES)
@@ -63,6 +67,8 @@ class _Families(Mapping[str, Family]):
 
 
 FAMILIES: Mapping[str, Family] = _Families()
+_DRAFTERS = {"eagle3": "eagle3", "mtp": "mtp"}
+"""Families of drafters, which are no models of their own."""
 
 
 def trace_model(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> Program:
@@ -103,6 +109,8 @@ class _ShapeTracer(Tracer):
 
 
 def _family(spec: ModelSpec) -> Family:
+    if spec.architecture in _DRAFTERS:
+        return _family_in(_DRAFTERS[spec.architecture], spec.architecture)
     if spec.architecture not in FAMILIES:
         raise UnsupportedModelError(
             f"unknown architecture {spec.architecture!r}; supported: {', '.join(FAMILIES)}"

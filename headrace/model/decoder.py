@@ -17,9 +17,13 @@ def decoder(block: Block) -> Callable[[ModelSpec, Tracer], Value]:
         x = d.embed()
         early = None
         for layer in spec.used_layers:
+            g.layer_inputs.append(x)
             x = block(d, layer, x)
             if d.can_exit_after(layer):
                 early = d.early_logits(g.gather_rows(x))
+        g.layer_inputs.append(x)
+        if spec.keeps_rows:
+            x = g.gather_rows(x)
         return d.with_exit(early, x)
 
     return forward
@@ -202,7 +206,7 @@ class Decoder:
 
     def last_rows(self, layer: int, *values: Value) -> tuple[Value, ...]:
         """In the last layer, keep only the logit rows and pooled rows; elsewhere keep all rows."""
-        if layer != self.spec.used_layers[-1]:
+        if layer != self.spec.used_layers[-1] or self.spec.keeps_rows:
             return values
         return tuple(self.g.gather_rows(value) for value in values)
 

@@ -1,7 +1,7 @@
 """The specification of a model."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from typing import Literal
 
 from headrace.program.ops import Activation, NormKind
@@ -104,6 +104,20 @@ def exit_map_name(num_layers: int) -> str:
 
 
 @frozen
+class DrafterSpec:
+    """A drafter over rows of the model that it drafts for, its target."""
+
+    taps: tuple[int, ...]
+    """Layers of the target before which it takes rows."""
+    target_dim: int
+    """Width of these rows."""
+    vocab_size: int
+    """Tokens that it can draft."""
+    norm_before_residual: bool = False
+    """Whether the residual stream starts with the norm of the rows."""
+
+
+@frozen
 class ModelSpec:
     """Shape and constants of a decoder."""
 
@@ -168,6 +182,10 @@ class ModelSpec:
     block: Literal["sequential", "parallel", "parallel_two_norms"] = "sequential"
     """Block of each layer, in families with several (`by_spec`)."""
     early_exit: EarlyExit | None = None
+    drafter: DrafterSpec | None = field(default=None, repr=False)
+    """Set for a drafter alone; fingerprints of models do not have it."""
+    keeps_rows: bool = field(default=False, repr=False)
+    """Whether the last layer computes all rows, for a drafter, and not only those with logits."""
     layers: tuple[int, ...] = ()
     """Layers that the program has, in a shortened model; empty: all."""
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 
 from headrace.backend.cpu.executable import CpuExecutable, instructions
-from headrace.backend.variants import GatheredRows, Rows
+from headrace.backend.variants import GatheredRows, Rows, result_of
 from headrace.batch import Ints, RaggedBatch
 from headrace.logit_ops import LogitOp, StepResult
 from headrace.parallel.collectives import Collectives, Transport
@@ -59,10 +59,13 @@ class CpuRank(Rank[CpuExecutable]):
             rows = self.rows(number, batch)
             assert rows.logits is not None, "rank 0 has the last stage"
             values = run_logit_ops(ops, rows.logits, rows.pooled, self.executables[number].pool)
-            kept = (rows.logits if logits else None, rows.hidden if hidden else None)
-            if self.max_in_flight > 1:  # the next step may run before these rows are read
-                kept = (_copy(kept[0]), _copy(kept[1]))
-            return StepResult(values, *kept)
+            result = result_of(values, rows, logits=logits, hidden=hidden)
+            if self.max_in_flight == 1:
+                return result
+            # The next step may run before these rows are read.
+            return StepResult(
+                values, _copy(result.logits), _copy(result.hidden), _copy(result.taps)
+            )
 
         step = _LateStep(run, self._late)
         if self.max_in_flight == 1:

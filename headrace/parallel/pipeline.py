@@ -128,4 +128,4 @@ def _stage(program: Program, live: list[list[Value]], number: int, start: int, e
         for group in program.kv_groups
     )
     stage = replace(program, ops=(*received, *angles, *ops, *sent), shared_kv_groups=tuple(groups))
-    return stage if is_last else replace(stage, logits=None, hidden=None, pooled=None)
+    return stage if is_last else replace(stage, logits=None, hidden=None, pooled=None, taps=None)

@@ -113,6 +113,7 @@ class TensorParallel:
             logits=program.logits and results[program.logits.id],
             hidden=program.hidden and results[program.hidden.id],
             pooled=program.pooled and results[program.pooled.id],
+            taps=program.taps and results[program.taps.id],
             shared_kv_groups=tuple(self._own_heads(group) for group in program.kv_groups),
         )
 

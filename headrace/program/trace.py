@@ -1,6 +1,6 @@
 """Programs, and the tracer that records one from a model function."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Literal
@@ -44,6 +44,10 @@ class Program:
     """None before the last pipeline stage."""
     hidden: Value | None = None
     pooled: Value | None = None
+    taps: Value | None = None
+    """Rows of the residual stream before some layers, next to each other, for a drafter."""
+    layer_inputs: tuple[Value, ...] = ()
+    """The residual stream before each layer and after the last, as traced."""
     shared_kv_groups: tuple[KvGroup, ...] | None = None
     """KV groups of the whole model, in the program of a rank."""
 
@@ -53,15 +57,42 @@ class Program:
         assert not head.x.packed, "hidden rows of a fused program are packed; add them before"
         return replace(self, hidden=head.x)
 
+    def with_taps(self, layers: Sequence[int]) -> "Program":
+        """Add the rows before these layers to the results, next to each other [rows, sum of
+        widths].
+        """
+        first, *others = (self.layer_inputs[layer] for layer in layers)
+        ops, merged, new_id = list(self.ops), first, self._new_id()
+        for value in others:
+            out = Value(new_id, merged.width + value.width, "step")
+            op = ConcatHeads(
+                out=out, x=merged, y=value, num_heads=1, x_dim=merged.width, y_dim=value.width
+            )
+            # At once, so that the memory of the layer's rows can be used again.
+            written = (i for i, each in enumerate(ops) if each.output() in (merged, value))
+            ops.insert(1 + max(written), op)
+            merged, new_id = out, new_id + 1
+        return replace(self, ops=tuple(ops), taps=merged)
+
+    def with_residual(self) -> "Program":
+        """Add the rows before the last norm to the results."""
+        return replace(self, hidden=self._last_norm().x)
+
     def with_pooled(self) -> "Program":
+        last_norm = self._last_norm()
+        pooled = replace(last_norm.out, id=self._new_id(), rows="pooled")
+        return replace(self, ops=(*self.ops, replace(last_norm, out=pooled)), pooled=pooled)
+
+    def _last_norm(self) -> Norm:
         rows = self.head().x
         last_norm = next(op for op in self.ops if op.output() == rows)
         assert isinstance(last_norm, Norm) and last_norm.x.rows == "gathered", (
-            "pooled rows come from the last norm of a model"
+            "a model has a norm before its head"
         )
-        new_id = 1 + max(out.id for op in self.ops if (out := op.output()))
-        pooled = replace(last_norm.out, id=new_id, rows="pooled")
-        return replace(self, ops=(*self.ops, replace(last_norm, out=pooled)), pooled=pooled)
+        return last_norm
+
+    def _new_id(self) -> int:
+        return 1 + max(out.id for op in self.ops if (out := op.output()))
 
     def with_window(self, window: int, num_sink_tokens: int) -> "Program":
         """Set the window of all layers without one; 0 changes nothing."""
@@ -103,7 +134,8 @@ class Program:
 
     @property
     def results(self) -> list[Value]:
-        return [value for value in (self.logits, self.hidden, self.pooled) if value]
+        results = (self.logits, self.hidden, self.pooled, self.taps)
+        return [value for value in results if value]
 
     @property
     def kv_groups(self) -> tuple[KvGroup, ...]:
@@ -168,6 +200,7 @@ class Tracer:
 
     def __init__(self, tensors: Mapping[str, StoredTensor]) -> None:
         self.ops: list[Op] = []
+        self.layer_inputs: list[Value] = []
         self._tensors = tensors
         self._ids = count()
 
@@ -412,4 +445,4 @@ def trace(forward: Callable[[Tracer], Value], tensors: Mapping[str, StoredTensor
     """The program of `forward`, which returns the logits. Raises FormatError for wrong shapes."""
     tracer = Tracer(tensors)
     logits = forward(tracer)
-    return Program(tuple(tracer.ops), logits)
+    return Program(tuple(tracer.ops), logits, layer_inputs=tuple(tracer.layer_inputs))

@@ -39,6 +39,12 @@ class ScheduledView(Protocol):
     @property
     def draft_budget(self) -> int: ...  # nodes with reserved slots
     @property
+    def rows(self) -> range: ...  # of its known tokens in the step
+    @property
+    def end(self) -> int: ...  # tokens with KV after the step
+    @property
+    def num_launches(self) -> int: ...
+    @property
     def first_sample_row(self) -> int: ...  # logit row of the last scheduled known token
     @property
     def draft_stats(self) -> dict[str, DraftStats]: ...  # of the request, by proposer
@@ -77,7 +83,8 @@ class SpeculationManager:
         }
         traits = {name: guard.traits for name, guard in self._guards.items()}
         self.needs_logits = any(each.needs_logits for each in traits.values())
-        self.needs_hidden = any(each.needs_hidden for each in traits.values())
+        self.needs_hidden = any(each.needs_hidden or each.needs_taps for each in traits.values())
+        self._always_observe = [name for name, each in traits.items() if each.needs_taps]
         self._max_nodes = {
             name: min(each.max_nodes, config.max_draft_tokens) for name, each in traits.items()
         }
@@ -199,7 +206,9 @@ class SpeculationManager:
                 for candidate in drafts.candidates.get(item, ()):
                     self._policy.record_acceptance(item.seq, candidate, commit.tokens)
         if not self.is_paused or (drafts and drafts.calls):
-            self._notify(scheduled, commits, result, drafts)
+            self._notify(list(self._guards), scheduled, commits, result, drafts)
+        elif self._always_observe:
+            self._notify(self._always_observe, scheduled, commits, result, drafts)
 
     def _cost(self, scheduled: Sequence[Item]) -> StepCost:
         return self._costs[len(scheduled).bit_length()]
@@ -219,6 +228,7 @@ class SpeculationManager:
 
     def _notify(
         self,
+        names: Sequence[str],
         scheduled: Sequence[Item],
         commits: list[Commit],
         result: StepResult,
@@ -236,11 +246,13 @@ class SpeculationManager:
                     logprobs=commit.logprobs,
                     row=item.first_sample_row,
                     draft=NO_DRAFT if item.forced else item.draft,
+                    rows=item.rows,
+                    position=item.end - item.num_scheduled + item.num_launches - 1,
                 )
             )
-        for name, guard in self._guards.items():
+        for name in names:
             start = self._clock()
-            guard.observe(seqs, observed, result)
+            self._guards[name].observe(seqs, observed, result)
             if drafts and name in drafts.call_seconds:
                 seconds = drafts.call_seconds[name] + self._clock() - start
                 nodes = {item.seq: limit for item, limit in drafts.calls[name].items()}

@@ -22,6 +22,7 @@ from headrace.quant.formats import StoredTensor
 from headrace.request import RequestOptions
 from headrace.sampling_params import SamplingParams
 from tests.draft_engines import draft_engine
+from tests.drafters import random_drafter
 from tests.engine.test_promise import BACKENDS, EOS, LOADS, MODELS, REQUESTS, VOCAB, model, same
 from tests.random_trees import RandomTrees
 from tests.tiny import drain, tiny_engine
@@ -157,9 +158,12 @@ def test_adapters_change_the_logprobs(which: int) -> None:
     )
 
 
-@pytest.mark.parametrize("how", ["draft_model", "self_draft", "medusa"])
+@pytest.mark.parametrize("how", ["draft_model", "EAGLE-3", "self_draft", "medusa"])
 def test_a_draft_model_without_the_adapter_only_drafts(how: str) -> None:
-    engine = engine_with(draft_engine(model(0), how, eos_ids=EOS, kv_dtype="f32")[0], 0)
+    drafter = random_drafter(model(0), vocab=30) if how == "EAGLE-3" else None
+    method = "draft_model" if drafter else how
+    engine = draft_engine(model(0), method, drafter=drafter, eos_ids=EOS, kv_dtype="f32")[0]
+    engine = engine_with(engine, 0)
     for number in range(-1, 3):
         same(
             run_one(engine, REQUESTS[0], named(number)),

@@ -28,6 +28,7 @@ from tests.composability import (
     title,
 )
 from tests.draft_engines import draft_engine
+from tests.drafters import random_drafter
 from tests.engine.test_promise import same
 from tests.engine.test_promise_real import KV, checkpoint, engine_on
 from tests.tiny import Tensors, run_all, tiny_engine, tiny_model
@@ -95,6 +96,8 @@ def engine_of(method: Method, made: tuple[Any, Tensors], options: dict[str, Any]
         if format := draft.pop("format", ""):
             # Weights in fewer bytes draft with all layers.
             draft |= {"weights": model(format), "layers": range(made[0].num_layers)}
+        if vocab := draft.pop("drafted_tokens", 0):
+            draft["drafter"] = random_drafter(made, vocab=vocab)
         return draft_engine(made, **{"kv_dtype": "bf16", **options, **draft})[0]
     return tiny_engine(made, "cpu", **options)
 

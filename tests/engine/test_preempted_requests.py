@@ -13,6 +13,7 @@ from headrace.request import RequestOptions
 from headrace.sampling_params import SamplingParams, ThinkingBudget
 from headrace.structured_outputs import StructuredOutputs
 from tests.draft_engines import draft_engine
+from tests.drafters import random_drafter
 from tests.engine.test_adapters import adapter as adapter_of
 from tests.engine.test_promise import same
 from tests.engine.test_structured import CHOICE, GRAMMAR, REGEX, SCHEMA
@@ -66,6 +67,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "n-gram": {"proposer": "ngram"},
     "auto": {"proposer": "auto", "adaptive_speculation": True},
     "draft model": {"how": "draft_model", "depth": 3},
+    "EAGLE-3 drafter": {"how": "draft_model", "drafted_tokens": 30, "depth": 3},
     "Medusa heads": {"how": "medusa", "depth": 3, "width": 2},
     "few blocks": {"slots": 384},
 }
@@ -76,10 +78,11 @@ def model() -> Any:
     return tiny_model(11, vocab=VOCAB, context=128)
 
 
-def engine_of(how: str = "", **options: Any) -> Engine:
+def engine_of(how: str = "", drafted_tokens: int = 0, **options: Any) -> Engine:
     options = {"slots": 1600, "max_num_seqs": PLACES, "vocabulary": JsonVocabulary(), **options}
     if how:
-        engine, _ = draft_engine(model(), how, **{"kv_dtype": "bf16", **options})
+        drafter = random_drafter(model(), vocab=drafted_tokens) if drafted_tokens else None
+        engine, _ = draft_engine(model(), how, drafter=drafter, **{"kv_dtype": "bf16", **options})
     else:
         engine = tiny_engine(model(), "cpu", **{"kv_dtype": "bf16", **options})
     for number in range(NUM_ADAPTERS):

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.speculation.proposers.draft_model import DraftModelProposer
+from headrace.speculation.proposers.eagle import EagleProposer
 from tests.draft_engines import draft_engine
+from tests.drafters import random_drafter
 from tests.engine.test_promise import EOS, LOADS, VOCAB, alone, keeps_the_promise, model
 from tests.tiny import tiny_model
 
@@ -21,7 +23,7 @@ DRAFTS = {
 @settings(max_examples=80, deadline=None)
 @given(
     how=st.sampled_from(["draft_model", "self_draft", "medusa", "auto"]),
-    draft=st.sampled_from(list(DRAFTS)),
+    draft=st.sampled_from([*DRAFTS, "all tokens", "some tokens"]),
     depth=st.integers(1, 6),
     width=st.integers(1, 3),
     draft_slots=st.sampled_from([0, 64, 128]),
@@ -31,10 +33,17 @@ DRAFTS = {
 def test_same_request_same_tokens(
     which: int, order: list[int], kv_dtype: str, draft: str, stagger: int, **options: Any
 ) -> None:
+    vocab = {"all tokens": 0, "some tokens": 25}.get(draft)
+    drafter = None if vocab is None else random_drafter(model(which), vocab=vocab)
     engine, proposers = draft_engine(
-        model(which), draft=DRAFTS[draft], kv_dtype=kv_dtype, eos_ids=EOS, **options
+        model(which),
+        draft=DRAFTS.get(draft),
+        drafter=drafter,
+        kv_dtype=kv_dtype,
+        eos_ids=EOS,
+        **options,
     )
     keeps_the_promise(engine, order, stagger, alone("cpu", which, kv_dtype), exact=True)
     proposer = proposers.get("draft_model")
-    if isinstance(proposer, DraftModelProposer):
+    if isinstance(proposer, DraftModelProposer | EagleProposer):
         assert all(pool.num_free == pool.num_blocks for pool in proposer.kv.pools)

@@ -25,6 +25,7 @@ from headrace.loader.options import engine_config
 from headrace.model import trace_model
 from headrace.planner.fit import RUNTIME_BYTES
 from tests.checkpoint.conftest import SHAPE, SPECIAL, metadata, write_gguf  # noqa: F401 - a fixture
+from tests.drafters import random_drafter, write_drafter
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 VOCAB = len(metadata("llama")["tokenizer.ggml.tokens"])
@@ -81,6 +82,78 @@ def test_drafts_from_file_to_text(model: Path, how: str, width: int) -> None:
         assert (
             how != "draft_model" or width > 1 or stats.accepted == stats.drafted
         )  # the model itself
+
+
+def eagle3_options(model: Path, layout: str, vocab: int = 0, **changes: Any) -> dict[str, Any]:
+    """Options for a random EAGLE-3 drafter of the model."""
+    target = open_checkpoint(model)
+    drafter = random_drafter((target.spec, dict(target.tensors)), vocab=vocab)
+    folder = write_drafter(model.with_name(f"{layout}-{vocab}"), drafter, layout, **changes)
+    return {"draft_model": str(folder), "proposer": "draft_model"}
+
+
+@pytest.mark.parametrize("layout", ["authors", "speculators"])
+@pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8"}, {"draft_width": 2}])
+def test_eagle3_drafts_from_file_to_text(model: Path, layout: str, options: dict[str, Any]) -> None:
+    own = options | eagle3_options(model, layout, vocab=100)
+    plain_options = {name: value for name, value in options.items() if name != "draft_width"}
+    with (
+        LLM(str(model), **OPTIONS, **plain_options) as plain,
+        LLM(str(model), **OPTIONS, **own) as llm,
+    ):
+        prompts = ["hello", "hell w", "he"]
+        for params in (GREEDY, SamplingParams(seed=3, max_tokens=20)):
+            assert [r.outputs for r in llm.generate(prompts, params)] == [
+                r.outputs for r in plain.generate(prompts, params)
+            ]
+        stats = llm.stats()
+    assert stats.drafted > 0 and stats.proposer_failures == 0
+
+
+def test_eagle3_with_rejection_sampling(model: Path) -> None:
+    own = eagle3_options(model, "speculators", vocab=100) | {"acceptance_method": "rejection"}
+    with LLM(str(model), **OPTIONS, **own) as llm:
+        llm.generate(["hello", "he"], SamplingParams(seed=3, max_tokens=20))
+        stats = llm.stats()
+    assert stats.drafted > 0 and stats.proposer_failures == 0
+
+
+def test_eagle3_on_the_gpu_backend(model: Path) -> None:
+    options = {**OPTIONS, "backend": "cuda", "max_num_seqs": 2, "max_num_batched_tokens": 8}
+    params, tokens = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), []
+    for own in ({}, eagle3_options(model, "authors", vocab=100)):
+        with LLM(str(model), **options, **own) as llm:
+            tokens.append(llm.generate("hello", params)[0].outputs[0].token_ids)
+            stats = llm.stats()
+        assert stats.proposer_failures == 0 and (stats.drafted > 0) == bool(own)
+    assert tokens[0] == tokens[1]
+
+
+def test_eagle3_memory_counts(model: Path) -> None:
+    own = eagle3_options(model, "authors", vocab=100)
+    config = engine_config({"backend": "cpu"} | own)
+    target = open_checkpoint(model)
+    drafts = open_draft_checkpoints(config, target, target.load_tokenizer)
+    assert drafts.taps == (0, 1, 1) and drafts.drafter
+    assert drafts.weight_bytes("cpu", target.spec) > drafts.drafter.tensors["fuse"].nbytes // 4
+    use = drafts.kv_use(config)
+    assert use and len(use.groups) == 1 and use.max_rows > 512
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "message"),
+    [
+        ({"tensor_parallel_size": 2}, {}, "works on one rank; set tensor_parallel_size and"),
+        ({}, {"vocab_size": 7}, "vocabulary size 7, and this model's is"),
+    ],
+)
+def test_eagle3_drafters_that_do_not_suit_raise(
+    model: Path, options: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    own = eagle3_options(model, "authors", **changes)
+    with pytest.raises(RequestError) as error:
+        LLM(str(model), **OPTIONS, **own, **options)
+    assert message in str(error.value)
 
 
 def test_drafts_on_the_gpu_backend(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,7 +259,8 @@ def test_traits_of_the_proposers() -> None:
         "medusa": ProposerTraits(4, in_engine_thread=True, time_limit=10.0, needs_hidden=True),
     }
     toy = ToyExecutable(4)
-    models = DraftModels(DraftModel(toy, toy_kv(4, 4), 100), toy, heads=[toy, toy])
+    draft = DraftModel(toy, toy_kv(4, 4), 100)
+    models = DraftModels(draft=draft, self_draft=toy, heads=[toy, toy])
     for name, make in METHODS.items():
         traits = make(EngineConfig(max_draft_tokens=7, draft_depth=3, draft_width=2), models).traits
         rates = traits.acceptance

@@ -14,11 +14,11 @@ from headrace import _native
 from headrace.backend import HostBlocks, expert_table
 from headrace.backend.cpu.lowering import Lowering, ProcessGroup
 from headrace.backend.cpu.packing import column_order, named_in_errors, packed_bytes
-from headrace.backend.variants import GatheredRows, run_parts, with_adapter
+from headrace.backend.variants import GatheredRows, result_of, run_parts, with_adapter
 from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import Activations, KvConfig
 from headrace.errors import FormatError, RequestError, UnsupportedModelError
-from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
+from headrace.logit_ops import Done, LogitOp, LogitOpResult
 from headrace.program.adapter import (
     Adapter,
     LowRank,
@@ -203,6 +203,7 @@ class CpuExecutable:
         self._logits = self._result_buffer(self.program.logits)
         self._hidden = self._result_buffer(self.program.hidden)
         self._pooled = self._result_buffer(self.program.pooled)
+        self._taps = self._result_buffer(self.program.taps)
 
     def _result_buffer(self, value: Value | None) -> int | None:
         return self._lowering.buffers[value.id] if value else None
@@ -249,11 +250,7 @@ class CpuExecutable:
         rows = self.run_variants(batch)
         assert rows.logits is not None, "a stage without logits is not launched"
         self._results = run_logit_ops(ops, rows.logits, rows.pooled, self.pool)
-        return Done(
-            StepResult(
-                self._results, rows.logits if logits else None, rows.hidden if hidden else None
-            )
-        )
+        return Done(result_of(self._results, rows, logits=logits, hidden=hidden))
 
     def run_variants(self, batch: RaggedBatch) -> GatheredRows:
         """Run each program over its sequences; return the rows of the whole batch, until the next
@@ -269,7 +266,10 @@ class CpuExecutable:
             executable, batch = variant.executable, with_adapter(batch, variant.adapter)
         executable.run(batch, batch.tokens)
         return GatheredRows(
-            executable.logits(batch), executable.hidden(batch), executable.pooled(batch)
+            executable.logits(batch),
+            executable.hidden(batch),
+            executable.pooled(batch),
+            executable.taps(batch),
         )
 
     def logits(self, batch: RaggedBatch) -> Floats | None:  # [logit rows, vocab]
@@ -283,6 +283,9 @@ class CpuExecutable:
         if self._pooled is None or batch.pooled_rows is None:
             return None
         return self._rows(self._pooled, len(batch.pooled_rows))
+
+    def taps(self, batch: RaggedBatch) -> Floats | None:  # [rows, width]
+        return None if self._taps is None else self._rows(self._taps, len(batch.tokens))
 
     def run(self, batch: RaggedBatch, tokens: Ints) -> None:
         if self._process_group:

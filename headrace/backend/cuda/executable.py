@@ -67,7 +67,7 @@ _MAX_LATE_GRAPHS = 64  # Each takes one or two megabytes
 # Room for the tables of 64 sequences with 16,000 blocks each, so the array rarely
 # grows.
 _MIN_INTS = 1 << 20
-_POOLED = 2  # Index of pooled rows among the results of a program
+_POOLED, _TAPS = 2, 3  # Indices of pooled rows and taps among the results of a program
 
 
 @dataclass
@@ -205,13 +205,13 @@ class CudaExecutable:
         # Each program reuses the memory of the others, so rows are copied out at once.
         rows_of_all: list[tuple[int, Ints, torch.Tensor]] = []
         for number, sequences in parts.items():
-            part, logit_rows, pooled_rows = part_of(batch, sequences)
+            part, rows_of_part, logit_rows, pooled_rows = part_of(batch, sequences)
             executable = self._variants.get(number, self)
             nothing = self._sampler.begin([])
             plan = executable._sent_plan(part, nothing, slot, f"part {number}")
             executable._run(plan)
             for i, value in enumerate(_results(executable.program)):
-                places = pooled_rows if i == _POOLED else logit_rows
+                places = {_POOLED: pooled_rows, _TAPS: rows_of_part}.get(i, logit_rows)
                 if value and len(places):
                     rows = torch.empty(len(places), value.width, device=DEVICE)
                     self._stream.copy(rows, plan.value(value)[: len(places)])
@@ -428,6 +428,7 @@ class CudaExecutable:
         values = {
             "logits": (self._logits if logits or host_ops else None, num_logit_rows),
             "hidden": (self.program.hidden if hidden else None, num_logit_rows),
+            "taps": (self.program.taps if hidden else None, len(batch.tokens)),
             "pooled": (self.program.pooled if batch.pooled_rows is not None else None, num_pooled),
         }
         rows: dict[str, NDArray[np.float32]] = {}
@@ -457,7 +458,10 @@ class CudaExecutable:
                 if number == self._num_launches:
                     self._sampler.set_last_tokens(host_indices, host_results)
             return StepResult(
-                op_results, rows.get("logits") if logits else None, rows.get("hidden")
+                op_results,
+                rows.get("logits") if logits else None,
+                rows.get("hidden"),
+                rows.get("taps"),
             )
 
         def cancel() -> None:
@@ -581,8 +585,8 @@ class CudaExecutable:
         del self._plans, self._weights, self._stores, self._workspace, self._sampler, self._ints
 
 
-def _results(program: Program) -> tuple[Value | None, Value | None, Value | None]:
-    return program.logits, program.hidden, program.pooled
+def _results(program: Program) -> tuple[Value | None, ...]:
+    return program.logits, program.hidden, program.pooled, program.taps
 
 
 def _runs(places: Ints) -> list[tuple[int, int]]:

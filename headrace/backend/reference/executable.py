@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from headrace.backend import HostBlocks, expert_table, host_block_counts
 from headrace.backend.reference.kv import ReferenceHostBlocks, Store
 from headrace.backend.reference.ops import Step
-from headrace.backend.variants import GatheredRows, run_parts
+from headrace.backend.variants import GatheredRows, result_of, run_parts
 from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import Activations, KvConfig
-from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
+from headrace.logit_ops import Done, LogitOp, LogitOpResult
 from headrace.program import moe
 from headrace.program.adapter import (
     Adapter,
@@ -101,11 +101,7 @@ class ReferenceExecutable:
             rows = self._run_part(None, batch)
         assert rows.logits is not None
         self._results = run_logit_ops(ops, rows.logits, rows.pooled)
-        return Done(
-            StepResult(
-                self._results, rows.logits if logits else None, rows.hidden if hidden else None
-            )
-        )
+        return Done(result_of(self._results, rows, logits=logits, hidden=hidden))
 
     def _run_part(self, variant: "ReferenceExecutable | None", batch: RaggedBatch) -> GatheredRows:
         memory = variant or self
@@ -118,7 +114,10 @@ class ReferenceExecutable:
 
         assert program.logits, "a stage without logits runs next to the last stage"
         return GatheredRows(
-            rows_of(program.logits), rows_of(program.hidden), rows_of(program.pooled)
+            rows_of(program.logits),
+            rows_of(program.hidden),
+            rows_of(program.pooled),
+            rows_of(program.taps),
         )
 
     def attach(

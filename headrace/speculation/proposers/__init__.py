@@ -9,6 +9,7 @@ from headrace.kv.manager import KvManager
 from headrace.proposer import Proposer
 from headrace.record import frozen
 from headrace.speculation.proposers.draft_model import DraftModelProposer
+from headrace.speculation.proposers.eagle import DrafterPrograms, EagleProposer
 from headrace.speculation.proposers.jacobi import JacobiProposer
 from headrace.speculation.proposers.lookahead import LookaheadProposer
 from headrace.speculation.proposers.medusa import MedusaProposer
@@ -41,6 +42,8 @@ class DraftModels:
     """The compiled programs that draft."""
 
     draft: DraftModel | None = None
+    drafter: DrafterPrograms | None = None
+    """A drafter over rows of the target, in place of a draft model."""
     self_draft: Executable | None = None
     """The target's program, shortened, over the target's KV."""
     block_size: int = KvConfig.block_size
@@ -50,14 +53,23 @@ class DraftModels:
     @property
     def executables(self) -> list[Executable]:
         draft = [self.draft.executable] if self.draft else []
+        drafter = [self.drafter.from_target, self.drafter.from_itself] if self.drafter else []
         self_draft = [self.self_draft] if self.self_draft else []
-        return [*draft, *self_draft, *self.heads]
+        return [*draft, *(each.executable for each in drafter), *self_draft, *self.heads]
 
 
 NO_DRAFT_MODELS = DraftModels()
 
 
 def _draft_model(config: EngineConfig, draft_models: DraftModels) -> Proposer:
+    if draft_models.drafter:
+        return EagleProposer(
+            draft_models.drafter,
+            config.draft_depth,
+            config.draft_width,
+            probabilities=config.acceptance_method == "rejection",
+            prefix_cache=config.prefix_cache,
+        )
     draft = draft_models.draft
     if draft is None:
         raise RequestError(

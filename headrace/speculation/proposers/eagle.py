@@ -1,0 +1,295 @@
+"""EAGLE-3 drafts with a small layer over rows of the target (Li et al. 2025).
+
+The *pair* of position p joins the target's row of p with the token at p + 1, so that its logits
+draft the token at p + 2. A sequence has a context of its pairs, with KV of its own; pairs of drafts
+come after them and are dropped. After a prefix hit of the target, which computes no rows, the
+context begins with the same pairs of an earlier sequence, from a prefix cache of its own. Any other
+position whose row was not seen has no pair, and its neighbours lie side by side.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary, finalize
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.backend.mapped_logits import MappedLogits
+from headrace.batch import NO_DRAFT, Commit, DraftTree, RaggedBatch
+from headrace.kv.manager import KvManager, Tables
+from headrace.kv.prefix import Hit, Node, PrefixCache
+from headrace.kv.rows import TokenRun, batch_of_runs, move_slots
+from headrace.logit_ops import Expanded, StepResult
+from headrace.proposer import ProposerTraits, SequenceView
+from headrace.record import frozen
+from headrace.speculation.proposers.chains import TIME_LIMIT, Chain, chain
+
+Rows = NDArray[np.float32]
+
+_MAX_ROWS = 512
+"""Max pairs in one launch."""
+_MAX_WAITING = 128
+"""Max rows that a sequence keeps before their pairs are computed."""
+
+
+def max_rows(depth: int) -> int:
+    """Max slots that a draft of `depth` tokens reserves at once."""
+    return _MAX_ROWS + depth - 1
+
+
+@frozen(eq=False)
+class DrafterPrograms:
+    """A compiled drafter."""
+
+    from_target: MappedLogits
+    """Its input are rows of the target."""
+    from_itself: MappedLogits
+    """Its input are its own hidden rows."""
+    kv: KvManager
+    max_length: int
+    """Max pairs of a sequence."""
+
+
+@dataclass(slots=True, eq=False)
+class _Context:
+    tables: Tables
+    places: list[int] = field(default_factory=list)
+    """Positions of the pairs that have KV, ascending."""
+    node: Node | None = None
+    """The last node of its full blocks in the prefix cache; None: they are not kept."""
+    waiting: list[tuple[int, Rows]] = field(default_factory=list)
+    """Positions and rows [width] of pairs without KV, ascending and after `places`."""
+
+    @property
+    def end(self) -> int:
+        """The first position that it has not seen."""
+        return 1 + (self.waiting[-1][0] if self.waiting else self.places[-1] if self.places else -1)
+
+
+@dataclass(slots=True, eq=False)
+class _Pairs:
+    """Pairs of one sequence in a launch."""
+
+    seq: SequenceView
+    context: _Context
+    run: TokenRun
+    rows: Rows  # [pairs, width]
+
+
+class EagleProposer:
+    def __init__(
+        self,
+        programs: DrafterPrograms,
+        depth: int,
+        width: int,
+        *,
+        probabilities: bool,
+        prefix_cache: bool,
+    ) -> None:
+        self.traits = ProposerTraits(
+            depth * width,
+            width,
+            in_engine_thread=True,
+            time_limit=TIME_LIMIT,
+            needs_taps=True,
+        )
+        self.kv = programs.kv
+        self._programs = programs
+        self._depth = depth
+        self._probabilities = probabilities
+        self._cache = PrefixCache(programs.kv) if prefix_cache else None
+        self._contexts: WeakKeyDictionary[SequenceView, _Context] = WeakKeyDictionary()
+
+    def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
+        if result.taps is None:
+            return
+        full: dict[SequenceView, _Context] = {}
+        seen = set[int]()
+        for commit in commits:
+            # The first commit of a source belongs to the sequence, further ones to its forks.
+            if commit.source in seen:
+                continue
+            seen.add(commit.source)
+            seq = seqs[commit.source]
+            context = self._context(seq, commit.position)
+            rows = [*commit.rows, *(commit.rows.stop + node for node in commit.path)]
+            for position, row in enumerate(rows, commit.position):
+                if position >= context.end:
+                    context.waiting.append((position, result.taps[row].copy()))
+            if len(context.waiting) > _MAX_WAITING:
+                full[seq] = context
+        if full:
+            self._catch_up(full, kept=_MAX_WAITING // 2, busy=seqs)
+
+    def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
+        contexts = [self._context(seq, seq.computed) for seq in seqs]
+        ready = {
+            i: context
+            for i, (seq, context) in enumerate(zip(seqs, contexts, strict=True))
+            if budgets[i] > 0
+            and context.end == len(seq.known) - 1
+            and context.waiting
+            and len(context.places) + len(context.waiting) < self._programs.max_length
+        }
+        by_seq = {seqs[i]: context for i, context in ready.items()}
+        if sum(len(context.waiting) for context in by_seq.values()) > _MAX_ROWS:
+            self._catch_up(by_seq, kept=1, busy=seqs)
+
+        chains: dict[int, tuple[Chain, _Pairs]] = {}
+        for i, context in ready.items():
+            if context.waiting and self._reserve(context, seqs):
+                pairs = self._pairs(seqs[i], context, len(context.waiting))
+                grown = chain(
+                    seqs[i],
+                    len(context.places),
+                    context.tables,
+                    min(budgets[i], self._max_depth(context) * self.traits.width),
+                    probabilities=self._probabilities,
+                )
+                grown.run = pairs.run
+                chains[i] = grown, pairs
+        self._grow(list(chains.values()))
+        return [chains[i][0].draft if i in chains else NO_DRAFT for i in range(len(seqs))]
+
+    def _max_depth(self, context: _Context) -> int:
+        left = self._programs.max_length - len(context.places) - len(context.waiting)
+        return min(self._depth, left + 1)
+
+    def _grow(self, growing: list[tuple[Chain, _Pairs]]) -> None:
+        """Extend the chains, first from the target's rows, then from the drafter's own."""
+        width, program = self.traits.width, self._programs.from_target
+        pairs = [first for _, first in growing]
+        while growing:
+            batch = _batch(pairs, self.kv.block_size, logits=True)
+            ops = [grown.expand(row, width) for row, (grown, _) in enumerate(growing)]
+            result = program.launch(batch, ops)
+            assert result.hidden is not None
+            hidden = result.hidden.copy()
+            if program is self._programs.from_target:
+                for each in pairs:
+                    self._keep(each)
+                program = self._programs.from_itself
+
+            left: list[tuple[Chain, _Pairs]] = []
+            for (grown, last), value, row in zip(growing, result.values, hidden, strict=True):
+                if isinstance(value, Expanded):
+                    grown.grow(value, width)
+                    if grown.num_left > 0:
+                        left.append((grown, _Pairs(last.seq, last.context, grown.run, row[None])))
+            growing, pairs = left, [each for _, each in left]
+
+    def _catch_up(
+        self, contexts: dict[SequenceView, _Context], kept: int, busy: Sequence[SequenceView]
+    ) -> None:
+        """Compute the KV of waiting pairs, except the last `kept` of each sequence."""
+        left = {seq: context for seq, context in contexts.items() if len(context.waiting) > kept}
+        while left:
+            rows_left, pairs = _MAX_ROWS, list[_Pairs]()
+            for seq, context in left.items():
+                count = min(len(context.waiting) - kept, rows_left)
+                fits = len(context.places) + count <= self._programs.max_length
+                if count and fits and self._reserve(context, busy, count):
+                    rows_left -= count
+                    pairs.append(self._pairs(seq, context, count))
+                elif count:  # without room, the sequence drafts no more from these rows
+                    del context.waiting[: len(context.waiting) - kept]
+            if pairs:
+                self._programs.from_target.launch(
+                    _batch(pairs, self.kv.block_size, logits=False), []
+                )
+            for each in pairs:
+                self._keep(each)
+            left = {seq: each for seq, each in left.items() if len(each.waiting) > kept}
+
+    def _pairs(self, seq: SequenceView, context: _Context, count: int) -> _Pairs:
+        waiting = context.waiting[:count]
+        tokens = [seq.known[position + 1] for position, _ in waiting]
+        run = TokenRun(tokens, len(context.places), context.tables)
+        return _Pairs(seq, context, run, np.stack([row for _, row in waiting]))
+
+    def _keep(self, pairs: _Pairs) -> None:
+        """Note that the pairs have KV."""
+        context, count = pairs.context, len(pairs.run.tokens)
+        context.places += [position for position, _ in context.waiting[:count]]
+        del context.waiting[:count]
+
+        num_pairs = len(context.places)
+        if context.node is None or self._cache is None:
+            return
+        if context.places[-1] != num_pairs - 1:  # there is a gap
+            context.node = None
+        elif (context.node.depth + 1) * self.kv.block_size <= num_pairs:
+            tokens = pairs.seq.known[1 : num_pairs + 1]
+            context.node = self._cache.insert(context.node, context.tables, tokens, num_pairs)
+
+    def _context(self, seq: SequenceView, first: int) -> _Context:
+        """The sequence's context. A new one shares the pairs of a sibling, or pairs of earlier
+        sequences up to position `first`.
+        """
+        context = self._contexts.get(seq)
+        if context is not None:
+            return context
+        context = _Context(self.kv.new_tables())
+        siblings = [
+            (_num_common(other.known, seq.known), each)
+            for other, each in self._contexts.items()
+            if other.seq_id[0] == seq.seq_id[0]
+        ]
+        if siblings:
+            num_common, sibling = max(siblings, key=lambda each: each[0])
+            # A pair needs its token, and a row only the tokens up to its own.
+            count = bisect_left(sibling.places, num_common - 1)
+            context = _Context(self.kv.fork(sibling.tables), sibling.places[:count])
+            self.kv.trim(context.tables, count)
+            context.waiting = [each for each in sibling.waiting if each[0] < num_common]
+        elif self._cache:
+            # The first pair has the second token. The first token has to be the same, too.
+            tokens = seq.known[1 : first + 1]
+            node = self._cache.match((seq.scope, seq.known[0]), tokens, len(tokens))
+            num_pairs = node.depth * self.kv.block_size
+            self._cache.share(Hit(node, self._cache.blocks(node), num_pairs), context.tables)
+            context.places, context.node = list(range(num_pairs)), node
+        self._contexts[seq] = context
+        finalize(seq, self.kv.free, context.tables).atexit = False
+        return context
+
+    def _reserve(
+        self, context: _Context, busy: Sequence[SequenceView], count: int | None = None
+    ) -> bool:
+        """Reserve slots for the first `count` waiting pairs, or for all and a draft.
+
+        If necessary, it takes the slots of sequences that do not draft. Returns success.
+        """
+        computed = len(context.places)
+        num_slots = len(context.waiting) + self._depth - 1 if count is None else count
+        self.kv.trim(context.tables, computed)
+        self.kv.advance(context.tables, computed, computed)
+        while (copies := self.kv.allocate(context.tables, computed, num_slots)) is None:
+            unused = next(
+                (
+                    other
+                    for seq, other in self._contexts.items()
+                    if any(other.tables) and other is not context and seq not in busy
+                ),
+                None,
+            )
+            if unused is None:
+                return False
+            unused.places.clear()
+            unused.waiting.clear()
+            unused.node = None
+            self.kv.free(unused.tables)
+        move_slots(self._programs.from_target.executable, self.kv.slot_copies(copies))
+        return True
+
+
+def _batch(pairs: Sequence[_Pairs], block_size: int, *, logits: bool) -> RaggedBatch:
+    batch = batch_of_runs([each.run for each in pairs], block_size, logits=logits)
+    return batch._replace(inputs=np.concatenate([each.rows for each in pairs]))
+
+
+def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
