@@ -92,12 +92,12 @@ def run(args: argparse.Namespace) -> int:
     from headrace.checkpoint.source import resolve
     from headrace.cli.progress import progress_bar
     from headrace.convert.destination import check_destination
-    from headrace.convert.pruning import check_sparsity
+    from headrace.convert.pruning import check_pruning
     from headrace.convert.source_model import open_source_model
 
     check_destination(args.out)
     check_moefication(args)
-    check_sparsity(args.sparsity, args.prune, is_gguf=args.out.suffix == ".gguf")
+    check_pruning(args.sparsity, args.prune, is_gguf=args.out.suffix == ".gguf")
     original = open_source_model(resolve(args.model))
     for note in original.checkpoint.notes:
         print(note, file=sys.stderr)

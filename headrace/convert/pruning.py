@@ -57,7 +57,7 @@ class Pruning(NamedTuple):
         return np.ones(cols, np.float32) if norms is None else norms
 
 
-def check_sparsity(sparsity: str | None, prune: str | None, *, is_gguf: bool) -> None:
+def check_pruning(sparsity: str | None, prune: str | None, *, is_gguf: bool) -> None:
     """Raise RequestError for options that do not fit."""
     if sparsity is None:
         if prune is not None:

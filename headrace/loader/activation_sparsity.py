@@ -47,7 +47,7 @@ def sparse_draft_program(config: EngineConfig, program: Program) -> Program:
     return sparse_program(config, program)
 
 
-def check_sparsity(config: EngineConfig, checkpoint: Checkpoint) -> None:
+def check_activation_sparsity(config: EngineConfig, checkpoint: Checkpoint) -> None:
     """Raise an error if an option of activation sparsity does not suit the model.
 
     `checkpoint` is the model as it was opened. Raises ModelNotFoundError, FormatError and

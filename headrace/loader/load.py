@@ -17,7 +17,7 @@ from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.errors import RequestError
-from headrace.loader.activation_sparsity import check_sparsity
+from headrace.loader.activation_sparsity import check_activation_sparsity
 from headrace.loader.backend_choice import with_backend
 from headrace.loader.chat_template import read_chat_template
 from headrace.loader.drafts import compile_draft_models, open_draft_checkpoints, target_program
@@ -73,7 +73,7 @@ def open_files(model: str, config: EngineConfig) -> Checkpoint:
     """Open a model with the options that change its specification. Raises as `load_model`."""
     checkpoint = open_checkpoint(resolve(model), is_absorbed=config.latent_attention == "absorbed")
     check_early_exit(config, checkpoint)
-    check_sparsity(config, checkpoint)
+    check_activation_sparsity(config, checkpoint)
     checkpoint = with_exit_map(checkpoint, config)
     return replace(checkpoint, spec=with_rope_options(checkpoint.spec, config))
 

@@ -14,7 +14,7 @@ from headrace.convert.pruning import (
     Pruning,
     check_columns,
     check_method,
-    check_sparsity,
+    check_pruning,
     column_scores,
     prepare_pruning,
 )
@@ -153,7 +153,7 @@ def test_pruned_tensors_keep_the_order_of_rows() -> None:
 def test_refused_options(options: tuple[str | None, str | None, bool], message: str) -> None:
     sparsity, prune, is_gguf = options
     with pytest.raises(RequestError, match=message):
-        check_sparsity(sparsity, prune, is_gguf=is_gguf)
+        check_pruning(sparsity, prune, is_gguf=is_gguf)
 
 
 def test_refused_methods_and_columns() -> None:

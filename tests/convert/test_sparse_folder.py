@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from safetensors.torch import load_file
 
 from headrace.checkpoint.load import open_checkpoint
 from headrace.cli.main import main
-from headrace.convert.folder.sparse import SparseNumbers, sparse_writer
+from headrace.convert.folder.sparse import sparse_writer
 from headrace.errors import RequestError
 from headrace.quant.format_names import LLM_INT8, named_format
 from tests.checkpoint.test_sparse_layouts import LAYERS
@@ -37,7 +36,7 @@ def numpy_of(tensor: torch.Tensor) -> np.ndarray:
 def test_bytes_of_the_library(name: str) -> None:
     want = LAYERS[f"want.{name}"]
     if name == "bf16":
-        writer: Any = SparseNumbers("BF16", "wanda")
+        writer = sparse_writer("BF16", "wanda")
         parts = {"codes": numpy_of(want).reshape(*want.shape, 2)}
     else:
         writer = sparse_writer(named_format("int8-row" if name == "int8" else "int8-g32"), "wanda")

@@ -20,8 +20,10 @@ _CHUNK_BITS = 1 << 24
 class MatrixWriter(Protocol):
     """Writes matrices of one method; `X.weight` becomes tensors named `X.*`."""
 
-    packs_embeddings: bool
-    """Whether embedding and head can be quantised next to them."""
+    @property
+    def packs_embeddings(self) -> bool:
+        """Whether embedding and head can be quantised next to them."""
+        ...
 
     def config(
         self, plain_modules: Sequence[str], others: Mapping[str, QuantSpec]
