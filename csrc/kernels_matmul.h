@@ -390,48 +390,94 @@ void matmul_i8_mixed(const uint8_t* tile, const TileShape& shape, const uint8_t*
     }
 }
 
-// bf16 weights: activations in pairs, bf16 where the processor multiplies them, else
-// float32.
-template <int Rows>
-void matmul_bf16(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out,
-                 const Aside&) {
-  Vf acc[Rows];
+// Groups of 32 columns of bf16 in pairs, and 2:4 ones spread to all columns.
+template <Format F>
+struct PairGroup {
+  static constexpr int pairs = kGroup / 2, bytes = is_sparse(F) ? unit_bytes(F) : pairs * 64;
+
+  // Columns 2i and 2i + 1.
+  static HR_INLINE Vb line(const uint8_t* group, int i) {
+    if constexpr (is_sparse(F))
+      return sparse_pairs(group, i / 2, i % 2);
+    else
+      return load_bytes(group + 64 * i);
+  }
+  // Of dense weights the hardware keeps up with few rows alone.
+  static HR_INLINE void fetch_line(const uint8_t* group, int i, int rows) {
+    if ((is_sparse(F) || rows >= 6) && 64 * i < bytes) prefetch_l2(group + kFetchAhead + 64 * i);
+  }
+};
+
+// Adjacent groups times all rows, each group in a sum of its own.
+template <Format F, int Rows, int Groups>
+HR_INLINE void add_pair_groups(Vf (&acc)[Groups][Rows], const uint8_t* groups, const Pair* x) {
+  using Group = PairGroup<F>;
 #pragma GCC unroll 16
-  for (int m = 0; m < Rows; m++) acc[m] = zero();
-  const auto* x = reinterpret_cast<const Pair*>(block);
-  for (int u = 0; u < shape.units; u++, tile += 64, x += kPairStride * Rows) {
-    if constexpr (Rows >= 6)
-      prefetch_l2(tile + kFetchAhead);  // with fewer the hardware keeps up alone
-    const Vb w = load_bytes(tile);
+  for (int i = 0; i < Group::pairs; i++)
+#pragma GCC unroll 2
+    for (int g = 0; g < Groups; g++) {
+      Group::fetch_line(groups + g * Group::bytes, i, Rows);
+      const Vb w = Group::line(groups + g * Group::bytes, i);
+#pragma GCC unroll 16
+      for (int m = 0; m < Rows; m++)
+        acc[g][m] = dot_pair(acc[g][m], w, x + kPairStride * ((g * Group::pairs + i) * Rows + m));
+    }
+}
+
+// Pairs of a dense matrix that are no whole group.
+template <int Rows>
+HR_INLINE void add_last_pairs(Vf (&acc)[Rows], const uint8_t* lines, const Pair* x, int count) {
+  for (int i = 0; i < count; i++, lines += 64, x += kPairStride * Rows) {
+    const Vb w = load_bytes(lines);
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; m++) acc[m] = dot_pair(acc[m], w, x + kPairStride * m);
   }
-#pragma GCC unroll 16
-  for (int m = 0; m < Rows; m++) store(out + 16 * m, acc[m]);
 }
 
-// The same for 2:4 weights: the products of the dense matrix, in its order.
-template <int Rows>
-void matmul_sparse_bf16(const uint8_t* tile, const TileShape& shape, const uint8_t* block,
-                        float* out, const Aside&) {
-  constexpr int bytes = unit_bytes(Format::kSparseBf16);
-  Vf acc[Rows];
-#pragma GCC unroll 16
-  for (int m = 0; m < Rows; m++) acc[m] = zero();
+// bf16 weights: activations in pairs, bf16 where the processor multiplies them, else float32. A
+// product waits for the one before it in the same sum, and with one sum of a single row memory
+// waits for the products. So groups with even numbers have a sum, and groups with odd numbers
+// another; a 2:4 matrix has the products of the dense one in its order. If registers have no room
+// for two sums of each row, the second begins when the first has ended.
+template <Format F, int Rows>
+void matmul_pairs(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out,
+                  const Aside&) {
+  using Group = PairGroup<F>;
+  constexpr int per_group = is_sparse(F) ? 1 : Group::pairs,
+                x_step = kPairStride * Group::pairs * Rows;
+  const int groups = shape.units / per_group, last = shape.units % per_group;
   const auto* x = reinterpret_cast<const Pair*>(block);
-  for (int u = 0; u < shape.units; u++, tile += bytes) {
-#pragma GCC unroll 8
-    for (int j = 0; j < kGroup / kSparseColumns; j++) {
-      prefetch_l2(tile + kFetchAhead + 64 * (1 + j));
-      for (int half = 0; half < 2; half++, x += kPairStride * Rows) {
-        const Vb w = sparse_pairs(tile, j, half);
+  if constexpr (2 * Rows <= kAccumulators) {
+    Vf acc[2][Rows];
 #pragma GCC unroll 16
-        for (int m = 0; m < Rows; m++) acc[m] = dot_pair(acc[m], w, x + kPairStride * m);
-      }
+    for (int m = 0; m < Rows; m++) acc[0][m] = acc[1][m] = zero();
+    for (int g = 1; g < groups; g += 2, tile += 2 * Group::bytes, x += 2 * x_step)
+      add_pair_groups<F, Rows, 2>(acc, tile, x);
+    auto& first = reinterpret_cast<Vf(&)[1][Rows]>(acc[0]);
+    if (groups % 2) {
+      add_pair_groups<F, Rows, 1>(first, tile, x);
+      if (last) add_last_pairs<Rows>(acc[1], tile + Group::bytes, x + x_step, last);
+    } else if (last) {
+      add_last_pairs<Rows>(acc[0], tile, x, last);
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < Rows; m++) store(out + 16 * m, add(acc[0][m], acc[1][m]));
+  } else {
+    for (int odd = 0; odd < 2; odd++) {
+      Vf acc[1][Rows];
+#pragma GCC unroll 16
+      for (int m = 0; m < Rows; m++) acc[0][m] = zero();
+      for (int g = odd; g < groups; g += 2)
+        add_pair_groups<F, Rows, 1>(acc, tile + static_cast<size_t>(g) * Group::bytes,
+                                    x + static_cast<size_t>(g) * x_step);
+      if (last && groups % 2 == odd)
+        add_last_pairs<Rows>(acc[0], tile + static_cast<size_t>(groups) * Group::bytes,
+                             x + static_cast<size_t>(groups) * x_step, last);
+#pragma GCC unroll 16
+      for (int m = 0; m < Rows; m++)
+        store(out + 16 * m, odd ? add(load(out + 16 * m), acc[0][m]) : acc[0][m]);
     }
   }
-#pragma GCC unroll 16
-  for (int m = 0; m < Rows; m++) store(out + 16 * m, acc[m]);
 }
 
 // f16 and f32 weights: float32 activations, two columns of a row side by side as for

@@ -16,12 +16,10 @@ constexpr Kernels::Matmul matmul_for() {
     return matmul_grouped<F, Rows, offset>;
   else if constexpr (F == Format::kI8Row || F == Format::kSparseI8)
     return matmul_i8_row<F, Rows>;
-  else if constexpr (F == Format::kSparseBf16)
-    return matmul_sparse_bf16<Rows>;
   else if constexpr (F == Format::kI8Mixed)
     return matmul_i8_mixed<Rows>;
-  else if constexpr (F == Format::kBf16)
-    return matmul_bf16<Rows>;
+  else if constexpr (F == Format::kBf16 || F == Format::kSparseBf16)
+    return matmul_pairs<F, Rows>;
   else
     return matmul_float<F, Rows>;
 }
