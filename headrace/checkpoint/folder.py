@@ -9,7 +9,7 @@ from headrace.checkpoint.files import find, list_names, member, read_file, read_
 from headrace.checkpoint.head import settle_head
 from headrace.checkpoint.names import modules, renamed, text_names
 from headrace.checkpoint.quantisation import method_of
-from headrace.checkpoint.quantisation.sparse import sparse_note
+from headrace.checkpoint.quantisation.sparse import sparse_loss
 from headrace.checkpoint.quantisation.stated import stated_quantisation
 from headrace.checkpoint.safetensors import read_folder
 from headrace.checkpoint.text_part import TextPart, text_part
@@ -45,17 +45,21 @@ class Folder:
         tensors = renamed(stored, own)
         if quantisation is not None:
             tensors = method_of(quantisation).assemble(quantisation, tensors, self.path.name)
-        sparsity = sparse_note(quantisation)
-
         is_stated = self.text_part is None or self.text_part.is_tie_stated
         heads = settle_head(self.spec, self.layout, tensors, is_stated=is_stated)
         left_out = tuple(name for name in names.others if name not in own)
-        notes = [f"{self.path.name}: {note}" for note in (heads.note, sparsity) if note]
+        notes = [f"{self.path.name}: {heads.note}"] if heads.note else []
         if self.text_part:
             notes.insert(0, self._text_note(self.text_part, left_out))
         if heads.equal_head:
             left_out += (heads.equal_head,)
-        return FolderTensors(heads.spec, heads.tensors, left_out, tuple(notes))
+        return FolderTensors(
+            spec=heads.spec,
+            tensors=heads.tensors,
+            left_out=left_out,
+            notes=tuple(notes),
+            loss=sparse_loss(quantisation),
+        )
 
     def _text_note(self, part: TextPart, left_out: tuple[str, ...]) -> str:
         note = f"{self.path.name}: only the text model of {part.whole} is used"
@@ -74,6 +78,8 @@ class FolderTensors:
     """Names in the files of tensors that the model does not use."""
     notes: tuple[str, ...]
     """Sentences for the user."""
+    loss: str
+    """What pruning took from the weights, in words; empty if they are dense."""
 
 
 def open_folder(path: Path) -> Folder:

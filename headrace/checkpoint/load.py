@@ -15,7 +15,14 @@ from headrace.checkpoint.files import find, list_names
 from headrace.checkpoint.folder import chat_templates, model_name, open_folder
 from headrace.checkpoint.gguf import Metadata
 from headrace.checkpoint.gguf_scales import with_scales
-from headrace.checkpoint.note import FOLDER_NOTE, GGUF_NOTE, notes_of
+from headrace.checkpoint.note import (
+    FOLDER_NOTE,
+    FOLDER_PRICE,
+    GGUF_NOTE,
+    GGUF_PRICE,
+    note_of,
+    price_of,
+)
 from headrace.checkpoint.split import gguf_of_folder, read_gguf_model
 from headrace.errors import FormatError, ModelNotFoundError, UnsupportedModelError
 from headrace.model import FAMILIES
@@ -50,7 +57,11 @@ class Checkpoint:
     left_out: tuple[str, ...] = ()
     """Names in the files of tensors that the model does not use."""
     notes: tuple[str, ...] = ()
-    """Sentences for the user about the files."""
+    """Sentences for the user about the files, with `loss`."""
+    loss: str = ""
+    """What the weights lost before they were written, in words; empty if the files say nothing."""
+    price: Mapping[str, Any] = field(default_factory=dict)
+    """The measure of `loss` as the files have it (`planner/prices.py`)."""
 
     def advised_sampling(self) -> dict[str, Any]:
         """Raises FormatError."""
@@ -123,6 +134,7 @@ def _open_gguf(path: Path, is_absorbed: bool) -> Checkpoint:
     spec = _with_form(spec, is_absorbed)
     tensors = assemble(spec, layout, stored, path.name)
     templates = _gguf_templates(file.metadata)
+    loss = note_of(file.metadata, GGUF_NOTE)
     return Checkpoint(
         path=file.path,
         spec=replace(spec, name=file.metadata.string("general.name", path.stem)),
@@ -132,7 +144,9 @@ def _open_gguf(path: Path, is_absorbed: bool) -> Checkpoint:
         tokenizer_source=file.metadata,
         tool_template=templates.pop("tool_use", None),
         other_templates=templates,
-        notes=notes_of(file.metadata, GGUF_NOTE, path.name),
+        notes=(f"{path.name}: {loss}",) if loss else (),
+        loss=loss,
+        price=price_of(file.metadata, GGUF_PRICE),
     )
 
 
@@ -159,6 +173,7 @@ def _open_folder(path: Path, is_absorbed: bool) -> Checkpoint:
     spec = _with_form(parts.spec, is_absorbed)
     tensors = assemble(spec, folder.layout, parts.tensors, path.name)
     templates = chat_templates(path)
+    loss = "; ".join(filter(None, (parts.loss, note_of(folder.config, FOLDER_NOTE))))
     return Checkpoint(
         path=path,
         spec=replace(spec, name=model_name(path)),
@@ -169,7 +184,9 @@ def _open_folder(path: Path, is_absorbed: bool) -> Checkpoint:
         tool_template=templates.pop("tool_use", None),
         other_templates=templates,
         left_out=parts.left_out,
-        notes=parts.notes + notes_of(folder.config, FOLDER_NOTE, path.name),
+        notes=(*parts.notes, f"{path.name}: {loss}") if loss else parts.notes,
+        loss=loss,
+        price=price_of(folder.config, FOLDER_PRICE),
     )
 
 

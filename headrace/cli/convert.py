@@ -8,6 +8,7 @@ appears only when it is complete.
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from headrace.cli.arguments import add_calibration, add_model, add_threads
 from headrace.cli.moefying import add_moefication, check_moefication, moefied_model
 from headrace.cli.terminal import print_stderr
-from headrace.errors import RequestError
+from headrace.errors import HeadraceError, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -107,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         from headrace.convert.merge_adapter import merged
 
         original = merged(original, read_adapter(resolve(args.merge_adapter), original.spec))
-    plan, lines = None, list[str]()
+    plan, lines, parent = None, list[str](), original.checkpoint
     with progress_bar() as on_progress:
         if args.moefy:
             original, lines = moefied_model(args, original, on_progress)
@@ -115,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
             _write_gguf(args, original, on_progress)
         else:
             plan = _write_folder(args, original, on_progress)
+        if args.sparsity:
+            lines.append(_priced(args, parent, on_progress))
 
     if unused := original.unused(as_folder=args.out.suffix != ".gguf"):
         print(f"not written: {', '.join(unused)}", file=sys.stderr)
@@ -126,6 +129,20 @@ def run(args: argparse.Namespace) -> int:
     if plan and plan.matrix_writer:
         _print_embeddings(args, original, plan, size)
     return 0
+
+
+def _priced(args: argparse.Namespace, parent: "Checkpoint", on_progress: "ProgressCallback") -> str:
+    """Measure the loss of the written folder, keep it there, and return a line about it."""
+    from headrace.convert.folder.writer import add_price
+    from headrace.measure.evaluate import file_price
+    from headrace.planner.host import usable_cores
+
+    try:
+        price = file_price(args.out, parent, args.threads or usable_cores(), on_progress)
+    except HeadraceError as error:
+        return f"price not measured: {error}"
+    add_price(args.out, asdict(price))
+    return price.line
 
 
 def _write_gguf(

@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from headrace.cli.arguments import whole_number
@@ -12,7 +12,6 @@ from headrace.errors import RequestError
 
 if TYPE_CHECKING:
     from headrace.convert.moefy import Moefication, MoefiedLayer
-    from headrace.convert.quality import Quality
     from headrace.convert.source_model import SourceModel
     from headrace.measure.progress import ProgressCallback
 
@@ -69,6 +68,7 @@ def moefied_model(
     from headrace.convert.moefy import Moefication, moefied_layers, moefied_spec, with_experts
     from headrace.convert.texts import calibration_pieces
     from headrace.loader.layers import layer_choice
+    from headrace.measure.evaluate import DEFAULT_TEXT, measured_price
     from headrace.planner.host import usable_cores
 
     choice = layer_choice("--moefy-layers", args.moefy_layers or 0)
@@ -97,8 +97,11 @@ def moefied_model(
         made = {layer: made[layer] for layer in best_layers(losses, choice)}
         lines = _loss_lines(losses, made)
     model = with_experts(original, options, made)
-    summary = _summary(options, made, meter.quality(model))
-    return replace(model, note=f"cut from {args.model}: {summary}"), [*lines, summary]
+    text = args.calibration.name if args.calibration else DEFAULT_TEXT
+    price = measured_price(f"{text}, before --to", meter.parent, meter.quality(model))
+    summary = _summary(options, made)
+    noted = replace(model, note=f"cut from {args.model}: {summary}", price=asdict(price))
+    return noted, [*lines, f"{summary}; {price.line}"]
 
 
 def _loss_lines(losses: Mapping[int, float], made: "Mapping[int, MoefiedLayer]") -> list[str]:
@@ -111,11 +114,10 @@ def _loss_lines(losses: Mapping[int, float], made: "Mapping[int, MoefiedLayer]")
     ]
 
 
-def _summary(options: "Moefication", made: "Mapping[int, MoefiedLayer]", quality: "Quality") -> str:
+def _summary(options: "Moefication", made: "Mapping[int, MoefiedLayer]") -> str:
     errors = [layer.error for layer in made.values()]
     return (
         f"experts: {options.experts} groups of neurons in {len(made)} layers, {options.active} for "
-        f"each token, {options.num_shared} of them shared; price before --to: KL "
-        f"{quality.kl:.4f} nats on {quality.tokens:,} tokens; error of an FFN's output "
+        f"each token, {options.num_shared} of them shared; error of an FFN's output "
         f"{min(errors):.0%} to {max(errors):.0%}"
     )

@@ -16,9 +16,12 @@ class MoefiedQuality:
     def __init__(self, parent: SourceModel, piece: list[int], threads: int) -> None:
         self._parent, self._piece, self._threads = parent, piece, threads
         self._prefix = len(parent.checkpoint.load_tokenizer().prefix_ids)
-        scorer = self._scorer(parent)
+        scorer, meter = self._scorer(parent), QualityMeter(self._prefix)
         self._reference: list[Floats] = [rows.copy() for rows in scorer.log_probabilities(piece)]
         scorer.close()
+        meter.add(piece, iter(self._reference), None)
+        self.parent = meter.quality()
+        """Quality of the parent."""
 
     def quality(self, model: SourceModel) -> Quality:
         """Quality against the parent."""

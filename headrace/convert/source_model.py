@@ -1,7 +1,9 @@
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import field
 from pathlib import Path
+from typing import Any
 
 from headrace.checkpoint.assemble import stored_shapes
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
@@ -32,6 +34,8 @@ class SourceModel:
     """Whether the specification is another one than the file's."""
     note: str = ""
     """What was lost in the tensors, for users of the output (`checkpoint/note.py`)."""
+    price: Mapping[str, Any] = field(default_factory=dict)
+    """The measure of this loss."""
 
     @property
     def spec(self) -> ModelSpec:

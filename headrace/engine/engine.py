@@ -90,13 +90,16 @@ class Engine:
         publishes: bool = True,
         path: str = "",
         mode_price: str = "",
+        losses: str = "",
     ) -> None:
         """`clock` gives seconds; `publishes`: whether `headrace top` may watch the engine; `path`:
-        that of the model's files, for `headrace top`; `mode_price`: of the lossy options.
+        that of the model's files, for `headrace top`; `losses`: descriptions of what is lossy, by
+        default the configuration's options; `mode_price`: their price.
         """
         self.name = name
         self.path = path
         self.mode_price = mode_price
+        self.losses = losses or config.lossy
         self.limits = limits
         self.config = config
         self._tokenizer = tokenizer
@@ -135,9 +138,9 @@ class Engine:
 
     @property
     def lossy(self) -> str:
-        """Description of the lossy options in use, with their price; empty if there is none."""
+        """Description of what is lossy, with its price; empty if nothing is."""
         price = f" ({self.mode_price})" if self.mode_price else ""
-        return self.config.lossy and f"{self.config.lossy}{price}"
+        return self.losses and f"{self.losses}{price}"
 
     # Requests
 

@@ -23,7 +23,7 @@ from headrace.loader.chat_template import read_chat_template
 from headrace.loader.drafts import compile_draft_models, open_draft_checkpoints, target_program
 from headrace.loader.early_exit import check_early_exit, with_exit_map
 from headrace.loader.memory import default_logit_rows, draft_rows, fit_memory, step_rows
-from headrace.loader.mode_price import mode_price
+from headrace.loader.mode_price import losses, mode_price
 from headrace.loader.ranks import compile_ranks, follow_if_not_rank_0
 from headrace.loader.rope import with_rope_options
 from headrace.parallel.config import mesh_of, threads_per_rank
@@ -188,6 +188,7 @@ def load_engine(
         proposers,
         name=model,
         path=str(checkpoint.path.absolute()),
+        losses=losses(config, checkpoint),
         mode_price=mode_price(model, config, checkpoint, load_tokenizer),
     )
 

@@ -1,4 +1,4 @@
-"""The price of an engine's lossy options, wherever they are printed."""
+"""The price of an engine's lossy options and of its files, wherever they are printed."""
 
 import json
 import shlex
@@ -18,21 +18,38 @@ def mode_price(
     checkpoint: Checkpoint,
     load_tokenizer: Callable[[], Tokenizer],
 ) -> str:
-    """The price of the lossy options in one line; empty if none is in use.
+    """The prices of the files' own loss and of the lossy options in one line; empty without both.
 
-    A single option with a calibration file has the price in that file. Every other mode has the
+    Files, and a single option with a calibration file, hold their price. Every other mode has the
     price that `headrace eval` kept for this model, or the command that measures it.
     """
-    if not config.lossy:
-        return ""
-    price = _price_in_file(config)
-    if price is None:
-        from headrace.checkpoint.fingerprint import fingerprint
+    lines = []
+    if checkpoint.loss:
+        found = parse_price(checkpoint.price)
+        found = found or _kept(without_modes(config), checkpoint, load_tokenizer)
+        lines.append(_line(found, [model, "--reference", "ORIGINAL"]))
+    if config.lossy:
+        found = _price_in_file(config) or _kept(config, checkpoint, load_tokenizer)
+        lines.append(_line(found, [model, *mode_flags(config)]))
+    return "; ".join(lines)
 
-        price = kept_price(fingerprint(checkpoint, load_tokenizer()), mode_key(config))
+
+def losses(config: EngineConfig, checkpoint: Checkpoint) -> str:
+    """Descriptions of the files' own loss and of the lossy options; empty without both."""
+    return "; ".join(filter(None, (checkpoint.loss, config.lossy)))
+
+
+def _kept(
+    config: EngineConfig, checkpoint: Checkpoint, load_tokenizer: Callable[[], Tokenizer]
+) -> Price | None:
+    from headrace.checkpoint.fingerprint import fingerprint
+
+    return kept_price(fingerprint(checkpoint, load_tokenizer()), mode_key(config))
+
+
+def _line(price: Price | None, arguments: list[str]) -> str:
     if price is None:
-        command = shlex.join(["headrace", "eval", model, *mode_flags(config)])
-        return f"price not measured: run `{command}`"
+        return f"price not measured: run `{shlex.join(['headrace', 'eval', *arguments])}`"
     return price.line
 
 

@@ -25,7 +25,7 @@ from headrace.errors import RequestError
 from headrace.loader.backend_choice import with_backend
 from headrace.loader.drafts import model_program
 from headrace.loader.load import load_model, open_files
-from headrace.loader.mode_price import mode_price
+from headrace.loader.mode_price import losses, mode_price
 from headrace.loader.options import engine_config
 from headrace.measure.bench_rows import BenchSetup, LatencyRow, ThroughputRow
 from headrace.measure.options import EngineOptions
@@ -159,6 +159,7 @@ def _setup(
     if checkpoint.path.is_dir():
         files = sorted(checkpoint.path.glob("*.safetensors"))
     chosen_isa = "" if machine.is_gpu else os.environ.get("HEADRACE_ISA", "")
+    lossy = losses(config, checkpoint)
     price = mode_price(model, config, checkpoint, checkpoint.load_tokenizer)
     return BenchSetup(
         model=model,
@@ -171,7 +172,7 @@ def _setup(
         isa=chosen_isa or machine.isa,
         machine=machine,
         kv_dtype=config.kv_format,
-        lossy=config.lossy and f"{config.lossy} ({price})",
+        lossy=lossy and f"{lossy} ({price})",
     )
 
 

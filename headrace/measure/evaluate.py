@@ -26,6 +26,7 @@ from headrace.measure.progress import ProgressCallback, ignore_progress, track
 from headrace.planner.host import usable_cores
 from headrace.planner.prices import Price, keep_price
 from headrace.program.trace import Program
+from headrace.quant.arrays import Floats
 from headrace.quant.encode import ENCODERS
 from headrace.quant.format_names import named_format
 from headrace.record import frozen
@@ -47,6 +48,8 @@ SWEEP_FORMATS = (
     "int2-g32",
 )
 MAX_TOKENS = 2**20
+DEFAULT_TEXT = "Python's language reference"
+_PRICE_TOKENS = 1024
 _GGUF_FORMATS = frozenset(name for name, encoder in ENCODERS.items() if encoder.block > 1)
 
 
@@ -122,9 +125,12 @@ def evaluate(
         )
 
     with SpillFile() as log_probabilities:
+        full = None
         if reference or targets or mode.lossy:
-            evaluator.score_reference(reference, log_probabilities)
+            full = evaluator.score_reference(reference, log_probabilities)
         results = [evaluator.evaluate(model, evaluator.tensors, log_probabilities)]
+        if full and evaluator.checkpoint.loss and reference not in (None, EXACT_REFERENCE):
+            evaluator.keep_price(full, results[0].quality)
         if mode.lossy:
             results.append(evaluator.evaluate_mode(log_probabilities))
             evaluator.keep_price(results[0].quality, results[1].quality)
@@ -136,6 +142,29 @@ def evaluate(
             errors = evaluator.layer_errors(name, original, quantised) if by_layer else {}
             results.append(evaluator.evaluate(name, quantised, log_probabilities, errors))
         return results
+
+
+def file_price(out: Path, original: Checkpoint, threads: int, report: ProgressCallback) -> Price:
+    """Measure what a converted file lost against its original, on 1,024 tokens."""
+    evaluator = Evaluator(str(out), {"threads": threads}, None, _PRICE_TOKENS, 512, report)
+    with SpillFile() as log_probabilities:
+        full = evaluator.score_reference(original, log_probabilities)
+        scorer = evaluator.scorer(evaluator.tensors)
+        quality = evaluator.quality(out.name, scorer, log_probabilities)
+        scorer.close()
+    return measured_price(evaluator.text_name, full, quality)
+
+
+def measured_price(text: str, full: Quality, lossy: Quality) -> Price:
+    """The price of a form that was compared with the full model on a text of this name."""
+    assert lossy.kl is not None
+    return Price(text=text, tokens=lossy.tokens, nll=lossy.nll, nll_full=full.nll, kl=lossy.kl)
+
+
+def _spilled(chunks: Iterator[Floats], into: SpillFile) -> Iterator[Floats]:
+    for rows in chunks:
+        into.add(rows)
+        yield rows
 
 
 class Evaluator:
@@ -170,7 +199,7 @@ class Evaluator:
         self._names = quantisable(checkpoint.spec, checkpoint.tensors)
 
         words = read_text(Path(text) if text else None, "evaluation")
-        self._text = Path(text).name if text else "Python's language reference"
+        self.text_name = Path(text).name if text else DEFAULT_TEXT
         tokenizer = checkpoint.load_tokenizer()
         name = f"text {str(text)!r}"
         self._prefix = len(tokenizer.prefix_ids)
@@ -184,12 +213,15 @@ class Evaluator:
         file = Path(text) if text else None
         return calibration_pieces(self.checkpoint, file, self._length, tokens)
 
-    def score_reference(self, reference: str | None, into: SpillFile) -> None:
-        scorer = self._reference_scorer(reference)
+    def score_reference(self, reference: str | Checkpoint | None, into: SpillFile) -> Quality:
+        """Score the text, and keep the log-probabilities. `reference` is a model's name or files,
+        or `exact`; None: this model.
+        """
+        scorer, meter = self._reference_scorer(reference), QualityMeter(self._prefix)
         for piece in self._track_pieces("reference"):
-            for rows in scorer.log_probabilities(piece):
-                into.add(rows)
+            meter.add(piece, _spilled(scorer.log_probabilities(piece), into), None)
         scorer.close()
+        return meter.quality()
 
     def evaluate(
         self,
@@ -214,16 +246,9 @@ class Evaluator:
             scorer.close()
 
     def keep_price(self, full: Quality, mode: Quality) -> None:
-        """Keep the loss of the mode for the runs that print it."""
-        assert mode.kl is not None, "the mode was compared with the full model"
-        price = Price(
-            text=self._text,
-            tokens=mode.tokens,
-            nll=mode.nll,
-            nll_full=full.nll,
-            kl=mode.kl,
-        )
+        """Keep the loss of the mode, or of the files, for the runs that print it."""
         tokenizer = self.checkpoint.load_tokenizer()
+        price = measured_price(self.text_name, full, mode)
         keep_price(fingerprint(self.checkpoint, tokenizer), mode_key(self.mode), price)
 
     def _evaluate(
@@ -307,13 +332,15 @@ class Evaluator:
     def _step(self, step: str) -> Callable[[float], None]:
         return lambda share: self._on_progress(step, share)
 
-    def _reference_scorer(self, reference: str | None) -> Scorer:
+    def _reference_scorer(self, reference: str | Checkpoint | None) -> Scorer:
         checkpoint = self.checkpoint
         if reference is None:
             return self.scorer(checkpoint.tensors)
         if reference == EXACT_REFERENCE:
             return self.scorer(checkpoint.tensors, config=replace(self.config, backend="reference"))
-        other = open_checkpoint(resolve(reference))
+        other = reference
+        if isinstance(other, str):
+            other = open_checkpoint(resolve(other))
         size, expected = other.spec.vocab_size, checkpoint.spec.vocab_size
         if size != expected:
             raise RequestError(

@@ -1,4 +1,4 @@
-"""Prices of lossy modes: measured losses, kept from `headrace eval` for the runs after it."""
+"""Prices of lossy modes and of lossy files: measured losses, kept for the runs after it."""
 
 import json
 import math
@@ -13,12 +13,13 @@ from headrace.record import frozen
 
 _FILE = "prices.json"
 _MAX_KEPT = 500
+_MAX_NAME = 120
 """Prices in the file; a new one takes the place of the oldest."""
 
 
 @frozen(kw_only=True)
 class Price:
-    """Loss of a lossy mode against the full model on a text, in nats."""
+    """Loss of a lossy mode, or of pruned weights, against the full model on a text, in nats."""
 
     text: str
     """Name of the text."""
@@ -50,7 +51,8 @@ def parse_price(facts: object) -> Price | None:
     }
     if not isinstance(text, str) or type(tokens) is not int or tokens < 1 or losses != finite:
         return None
-    return Price(text=text, tokens=tokens, **finite)
+    name = "".join(letter if letter.isprintable() else " " for letter in text[:_MAX_NAME])
+    return Price(text=name, tokens=tokens, **finite)
 
 
 def kept_price(model: str, mode: str) -> Price | None:

@@ -247,7 +247,7 @@ def engine_info(opened: OpenedEngine) -> frames.EngineInfo:
         kv_dtype=limits.kv.dtype,
         threads=config.threads,
         backend=config.backend,
-        lossy=config.lossy,
+        lossy=engine.losses,
         mode_price=engine.mode_price,
         memory=limits.memory,
         runtime=limits.runtime,

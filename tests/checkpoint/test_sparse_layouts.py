@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.checkpoint.quantisation import method_of
-from headrace.checkpoint.quantisation.sparse import sparse_note
+from headrace.checkpoint.quantisation.sparse import sparse_loss
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.quant.sparse import largest_two
 from tests.folders import assembled
@@ -183,13 +183,14 @@ def test_refused_layouts(sparsity: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prune", "shown"), [("wanda", "pruned by wanda;"), ("\x1b[2J", "pruned;"), (7, "pruned;")]
+    ("prune", "shown"), [("wanda", ", pruned by wanda"), ("\x1b[2J", ", pruned"), (7, ", pruned")]
 )
-def test_the_note_about_a_sparse_model(prune: Any, shown: str) -> None:
+def test_the_loss_of_a_sparse_model(prune: Any, shown: str) -> None:
     sparsity = MASKED["sparsity_config"] | {"prune": prune}
-    note = sparse_note(MASKED | {"sparsity_config": sparsity})
-    assert note and shown in note
-    assert sparse_note(ANY_MASK) is None and sparse_note(None) is None
+    assert (
+        sparse_loss(MASKED | {"sparsity_config": sparsity}) == f"two of four weights are 0{shown}"
+    )
+    assert sparse_loss(ANY_MASK) == sparse_loss(None) == ""
 
 
 def test_other_declared_structures_are_dense(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from headrace.checkpoint.load import open_checkpoint
 from headrace.cli.main import main
+from headrace.config import EngineConfig
 from headrace.convert.folder.writer import plan_folder, write_folder
 from headrace.convert.gguf.writer import plan_gguf, write_gguf
 from headrace.convert.moefied_quality import best_layers
@@ -23,7 +24,9 @@ from headrace.convert.moefy import (
 from headrace.convert.neuron_groups import group_neurons
 from headrace.convert.source_model import SourceModel, open_source_model
 from headrace.errors import RequestError, UnsupportedModelError
+from headrace.loader.mode_price import losses, mode_price
 from headrace.model.spec import ExpertSpec
+from headrace.planner.prices import parse_price
 from headrace.quant.arrays import Floats
 from tests.checkpoint.conftest import write_tiny_gguf
 from tests.families import save_model
@@ -179,10 +182,14 @@ def test_convert_cuts_the_best_layers(tmp_path: Path, capsys: pytest.CaptureFixt
     text = ["--calibration", str(words), "--length", "32", "--threads", "1"]
     assert main([*command, "--moefy-layers", "1", *text]) == 0
     printed = capsys.readouterr().out
-    assert "KL of experts in one layer alone" in printed and "price before --to: KL" in printed
+    assert "KL of experts in one layer alone" in printed and "; price: KL" in printed
     made = open_checkpoint(out)
     assert made.spec.experts and len(made.spec.experts.dense_layers) == made.spec.num_layers - 1
-    assert "cut from" in made.notes[0]
+    assert "cut from" in made.notes[0] and made.loss in made.notes[0]
+    price = parse_price(made.price)
+    assert price and price.text == "text, before --to" and price.line in printed
+    assert losses(EngineConfig(attention_window=64), made).startswith(f"{made.loss}; attends to")
+    assert mode_price("out.gguf", EngineConfig(), made, made.load_tokenizer) == price.line
 
     for option in (["--active", "2"], ["--shared", "1"], ["--moefy-layers", "1"]):
         assert main(["convert", str(model), "new", "--to", "bf16", *option]) == 2

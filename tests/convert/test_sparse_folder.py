@@ -1,6 +1,7 @@
 """Folders of 2:4 sparse matrices: the bytes of compressed-tensors, and models read again."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,15 @@ from safetensors.torch import load_file
 
 from headrace.checkpoint.load import open_checkpoint
 from headrace.cli.main import main
+from headrace.config import EngineConfig
 from headrace.convert.folder.sparse import sparse_writer
 from headrace.errors import RequestError
+from headrace.llm import LLM
+from headrace.loader.mode_price import mode_price
+from headrace.measure.evaluate import evaluate
+from headrace.planner.prices import parse_price
 from headrace.quant.format_names import LLM_INT8, named_format
+from tests.checkpoint.conftest import write_tiny_gguf
 from tests.checkpoint.test_sparse_layouts import LAYERS
 from tests.families import save_model
 from tests.folders import TOKENS, backends, logits_of
@@ -58,7 +65,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_sparse_models_are_read_again(name: str, llama: Path, tmp_path: Path) -> None:
+def test_sparse_models_are_read_again(
+    name: str, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     layout, stored, bits = LAYOUTS[name]
     arguments = ["convert", str(llama), "--to", name, str(tmp_path / "out")]
     assert main([*arguments, "--sparsity", "2:4", "--prune", "magnitude"]) == 0
@@ -85,7 +94,8 @@ def test_sparse_models_are_read_again(name: str, llama: Path, tmp_path: Path) ->
     sparsity = config["sparsity_config"]
     assert (sparsity["format"], sparsity["sparsity_structure"]) == (layout, "2:4")
     assert "lm_head" in sparsity["ignore"] and sparsity["prune"] == "magnitude"
-    assert "out: two of four weights are 0, pruned by magnitude;" in sparse.notes[0]
+    assert "out: two of four weights are 0, pruned by magnitude" in sparse.notes[0]
+    assert "price not measured: " in capsys.readouterr().out and not sparse.price
     truth, executable = backends(sparse, "")
     exact, got = logits_of(truth, [TOKENS]), logits_of(executable, [TOKENS])
     assert np.linalg.norm(got - exact) < 0.03 * np.linalg.norm(exact)
@@ -98,6 +108,27 @@ def test_sparse_models_are_read_again(name: str, llama: Path, tmp_path: Path) ->
         if key.rsplit(".", 1)[1] in parts and "proj" in key
     )
     assert 8 * nbytes == bits * num_weights
+
+
+def test_the_price_of_sparse_weights_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    model, out = write_tiny_gguf(tmp_path / "model.gguf"), tmp_path / "out"
+    convert = ["convert", str(model), str(out), "--to", "bf16", "--threads", "1"]
+    assert main([*convert, "--sparsity", "2:4", "--prune", "magnitude"]) == 0
+    sparse = open_checkpoint(out)
+    price = parse_price(sparse.price)
+    assert price and price.kl > 0 and price.line in capsys.readouterr().out
+
+    unpriced = replace(sparse, price={})
+    line = mode_price(str(out), EngineConfig(), unpriced, sparse.load_tokenizer)
+    assert line == f"price not measured: run `headrace eval {out} --reference ORIGINAL`"
+    evaluate(str(out), reference=str(model), tokens=64, length=32, threads=1)
+    line = mode_price(str(out), EngineConfig(), unpriced, sparse.load_tokenizer)
+    assert "(62 tokens of Python's language reference)" in line
+    with LLM(str(out), threads=1, max_model_len=64, attention_window=32) as llm:
+        assert "pruned by magnitude; attends to" in str(llm) and price.line in str(llm)
 
 
 @pytest.mark.parametrize("name", ["int4-g32-asym", "int3-g32", "nf4", "e4m3-row"])

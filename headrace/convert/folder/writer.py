@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from headrace.checkpoint.files import list_names, member
 from headrace.checkpoint.folder import open_folder
 from headrace.checkpoint.load import Checkpoint
-from headrace.checkpoint.note import FOLDER_NOTE
+from headrace.checkpoint.note import FOLDER_NOTE, FOLDER_PRICE
 from headrace.checkpoint.quantisation.stated import STATING_FILES
 from headrace.convert.destination import atomic_output, check_disk_space
 from headrace.convert.embedding_types import EMBED, FolderType
@@ -166,6 +166,8 @@ def write_folder(
             config = rebuilt_config(source.spec, config)
         if source.note:
             config[FOLDER_NOTE] = source.note
+        if source.price:
+            config[FOLDER_PRICE] = dict(source.price)
         if plan.matrix_writer:
             config["quantization_config"] = plan.config(source.head)
         if plan.dtype:
@@ -179,6 +181,15 @@ def write_folder(
             for part, numbers in plan.quantised[name][1].packed(name, parts).items():
                 file.write(part, [numbers])
         file.close()
+
+
+def add_price(folder: Path, price: Mapping[str, Any]) -> None:
+    """Add the measured loss of a written folder to its `config.json`."""
+    file = folder / _CONFIG
+    config = json.loads(file.read_text(encoding="utf-8")) | {FOLDER_PRICE: dict(price)}
+    new = file.with_suffix(".tmp")
+    new.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    new.replace(file)
 
 
 def copy_model_files(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:

@@ -1,3 +1,4 @@
+import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -6,7 +7,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from headrace.checkpoint.gguf import Metadata, RawValue
-from headrace.checkpoint.note import GGUF_NOTE
+from headrace.checkpoint.note import GGUF_NOTE, GGUF_PRICE
 from headrace.convert.destination import atomic_output, check_disk_space
 from headrace.convert.file_tensors import FileTensor
 from headrace.convert.gguf.header import gguf_file_layout, raw, u32
@@ -139,6 +140,8 @@ def _metadata(source: SourceModel, contents: GgufContents) -> dict[str, RawValue
         values |= tokenizer_values(source.checkpoint)
     if source.note:
         values[GGUF_NOTE] = source.note
+    if source.price:
+        values[GGUF_PRICE] = json.dumps(dict(source.price))
     for key, value in values.items():
         try:
             result[key] = raw(value)
