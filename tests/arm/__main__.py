@@ -21,7 +21,7 @@ from tests.arm.sysroot import FOLDER, PACKAGES, ROOT, SYSROOT, run
 TREE = FOLDER / "tree"
 """A copy of the package and its tests, with the extension for aarch64 in it."""
 BUILD = FOLDER / "build"
-BACKEND = "adapters cpu_linear experts heads not_finite"
+BACKEND = "adapters cpu_linear experts head_ops not_finite sparse_weights"
 SAMPLING = "expand masks sampler"
 TESTS = (
     *(f"tests/backend/test_{name}.py" for name in BACKEND.split()),

@@ -1,4 +1,4 @@
-"""The build refuses instruction sets that it does not know."""
+"""The build refuses instruction sets that it does not know; tests of other builds exist."""
 
 import re
 import shutil
@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.arm import __main__ as arm_tests
+from tests.native import sanitize
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,3 +22,12 @@ def test_an_unknown_instruction_set_is_refused_by_name(tmp_path: Path) -> None:
     said = re.sub(r"\s+", " ", result.stderr)
     assert result.returncode and "HEADRACE_ISAS has 'portable', which is no instruction set" in said
     assert "choose native, all, or a list" in said
+
+
+@pytest.mark.parametrize("target", ["test-arm", "sanitize"])
+def test_files_of_other_builds_exist(target: str) -> None:
+    paths = {
+        "test-arm": (*arm_tests.TESTS, *arm_tests.LEFT_OUT),
+        "sanitize": (*sanitize.SHORT, *sanitize.WHOLE, sanitize.LEFT_OUT),
+    }
+    assert all((ROOT / path).exists() for path in paths[target])
