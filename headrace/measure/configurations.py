@@ -15,7 +15,7 @@ from headrace.checkpoint.load import Checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.config import EngineConfig
 from headrace.errors import RequestError, UnsupportedModelError
-from headrace.loader.activation_sparsity import check_sparsity
+from headrace.loader.activation_sparsity import check_activation_sparsity
 from headrace.loader.backend_choice import with_kv_dtype
 from headrace.loader.drafts import model_program
 from headrace.loader.early_exit import check_early_exit
@@ -175,7 +175,7 @@ class Search:
         has_weights = not is_config_only(resolve(model))
         if has_weights:
             check_early_exit(self.mode, own)
-            check_sparsity(self.mode, own)
+            check_activation_sparsity(self.mode, own)
         self.key_kind = key_kind(own.spec, own.tensors if has_weights else None)
         self._own_kv_dtype = with_kv_dtype(EngineConfig(), own).kv_format
         self._checkpoints: dict[str, Checkpoint] = {self.own_format: own}

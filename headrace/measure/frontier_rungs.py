@@ -15,7 +15,7 @@ from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
-from headrace.loader.activation_sparsity import check_sparsity
+from headrace.loader.activation_sparsity import check_activation_sparsity
 from headrace.loader.drafts import model_program
 from headrace.loader.early_exit import check_early_exit, with_early_exit, with_exit_map
 from headrace.loader.self_draft import own_tensors, with_own_names
@@ -164,7 +164,7 @@ class Workshop:
             mode: ModeOptions = {option: str(file)}  # type: ignore[misc]
             config = replace(self.config, **mode)
             check_early_exit(config, self.checkpoint)
-            check_sparsity(config, self.checkpoint)
+            check_activation_sparsity(config, self.checkpoint)
             return Form(with_exit_map(self.checkpoint, config), config)
 
         return Rung(name, option, make)

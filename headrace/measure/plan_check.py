@@ -16,7 +16,7 @@ from headrace.checkpoint.load import Checkpoint
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import LOSSY_FILES, LOSSY_OPTIONS, EngineConfig
 from headrace.errors import RequestError
-from headrace.loader.activation_sparsity import check_sparsity
+from headrace.loader.activation_sparsity import check_activation_sparsity
 from headrace.loader.early_exit import check_early_exit, with_exit_map
 from headrace.loader.options import engine_config
 from headrace.measure.bench import Run
@@ -166,7 +166,7 @@ def _cases(config: EngineConfig) -> Iterator[_Case]:
 def _case_of(model: str, config: EngineConfig) -> _Case:
     checkpoint, case = open_model(model), _read_points()["cases"][0]
     check_early_exit(config, checkpoint)
-    check_sparsity(config, checkpoint)
+    check_activation_sparsity(config, checkpoint)
     checkpoint = with_exit_map(checkpoint, config)
     context = checkpoint.spec.max_context
     fitting = [
