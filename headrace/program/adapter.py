@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from headrace.errors import UnsupportedModelError
 from headrace.program.moe import Experts
 from headrace.program.op import Op, Weight
-from headrace.program.ops import Embed, Linear
+from headrace.program.ops import Embed, GatedRows, Linear
 from headrace.program.trace import Program, Tracer
 from headrace.quant.formats import FORMATS, StoredTensor
 from headrace.quant.spec import encode_numbers
@@ -123,7 +123,7 @@ def own_weights(
     made = {}
     for name, change in adapter.items():
         if isinstance(change, OwnWeight):
-            base = tensors.get(tied.weight.name if tied and name == _HEAD else name)
+            base = tensors.get(tied if tied and name == _HEAD else name)
             if not change.keeps(base):
                 made[name] = change.make(name, base)
     for op in program.ops:
@@ -183,15 +183,19 @@ def with_own_weights(program: Program, own: Mapping[str, StoredTensor]) -> Progr
     def weight(old: Weight, name: str) -> Weight:
         return tracer.weight(own_name(name), old.rows, old.cols) if name in own else old
 
+    def new_bias(matrix: Weight) -> Weight | None:
+        name = f"{matrix.name.removesuffix(_OWN)}_bias"
+        return tracer.vector(own_name(name), matrix.rows) if name in own else None
+
     def changed(op: Op) -> Op:
-        if op == tied:
-            bias = tied.bias and weight(tied.bias, tied.bias.name)
-            return replace(tied, weight=weight(tied.weight, _HEAD), bias=bias)
+        if isinstance(op, Linear) and op.weight.name == tied:
+            bias = op.bias and weight(op.bias, op.bias.name)
+            return replace(op, weight=weight(op.weight, _HEAD), bias=bias)
         op = op.with_weights({old.name: weight(old, old.name) for old in op.weights()})
         if isinstance(op, Linear) and op.bias is None:
-            name = f"{op.weight.name.removesuffix(_OWN)}_bias"
-            if name in own:
-                return replace(op, bias=tracer.vector(own_name(name), op.weight.rows))
+            return replace(op, bias=new_bias(op.weight))
+        if isinstance(op, GatedRows) and op.up_bias is None:
+            return replace(op, up_bias=new_bias(op.up))
         return op
 
     result = replace(program, ops=tuple(map(changed, program.ops)))
@@ -225,13 +229,13 @@ def adapted(program: Program, adapter: Adapter) -> Program:
     return program.with_weights(weights)
 
 
-def _tied_head(program: Program) -> Linear | None:
-    """The linear op of the head, if an embedding uses its weight too."""
+def _tied_head(program: Program) -> str | None:
+    """The weight of the head, and of the head at an early exit, if it is an embedding too."""
     embeddings = {op.weight.name for op in program.ops if isinstance(op, Embed)}
     if program.logits is None:
         return None
-    head = program.head()
-    return head if head.weight.name in embeddings else None
+    name = program.head().weight.name
+    return name if name in embeddings else None
 
 
 def _lengths(values: Floats, axis: int) -> Floats:

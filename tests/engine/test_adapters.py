@@ -4,6 +4,7 @@ run.
 
 import gc
 import weakref
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from headrace.backend_traits import traits_of
 from headrace.engine.engine import Engine
 from headrace.errors import RequestError
 from headrace.model import linear_weights, tensor_shapes
+from headrace.model.spec import EarlyExit, ModelSpec
 from headrace.outputs import RequestOutput
 from headrace.program.adapter import Adapter, LowRank, OwnWeight, TokenRows
 from headrace.quant.formats import StoredTensor
@@ -25,17 +27,20 @@ from tests.draft_engines import draft_engine
 from tests.drafters import random_drafter
 from tests.engine.test_promise import BACKENDS, EOS, LOADS, MODELS, REQUESTS, VOCAB, model, same
 from tests.random_trees import RandomTrees
-from tests.tiny import drain, tiny_engine
+from tests.tiny import drain, tiny_engine, tiny_model
 
 RANKS = (1, 2, 3, 8, 16, 17, 40, 64)
 
 
 @cache
 def adapter(which: int, number: int) -> Adapter:
+    return adapter_of(model(which)[0], number)
+
+
+def adapter_of(spec: ModelSpec, number: int) -> Adapter:
     """Matrices of a different rank for each adapter, for some linear weights of a model; the first
     adapter has all of them. Every third adapter has weights of its own too.
     """
-    spec, _ = model(which)
     shapes, rng = tensor_shapes(spec), np.random.default_rng(number)
     names = [
         name
@@ -278,3 +283,37 @@ def test_a_launched_step_keeps_its_adapter_until_it_is_finished() -> None:
     (result,) = (update.result for update in drain(engine) if update.result)
     assert result.request_id == other
     same(result, alone("cpu", 0, "f32", 2)[0], exact=True)
+
+
+def test_an_adapter_of_a_tied_head_changes_the_head_at_an_early_exit_too() -> None:
+    """Its own embedding changes neither."""
+    spec, tensors = tiny_model(0, tied_embeddings=True)
+    exits = replace(spec, early_exit=EarlyExit(1, 0.0))  # all rows leave
+    rows = np.random.default_rng(0).standard_normal((VOCAB, spec.dim)).astype(np.float32)
+    heads = {"head": OwnWeight(values=StoredTensor.from_floats("head", rows))}
+    embeddings = {"embed": OwnWeight(values=StoredTensor.from_floats("embed", rows))}
+    for own in (heads, embeddings):
+        expected, result = (
+            run_one(with_adapter(tiny_engine((each, tensors), "cpu"), own), REQUESTS[0], "it")
+            for each in (spec.with_layers((0,)), exits)
+        )
+        same(result, expected, exact=True)
+
+
+def test_an_adapter_may_have_a_bias_of_rows_that_meet_zeros() -> None:
+    made = tiny_model(0, activation="relu", format="Q4_0")
+    bias = np.linspace(-1, 1, made[0].ffn_dim, dtype=np.float32)
+    own = {
+        "layers.0.up_bias": OwnWeight(added=bias),
+        "layers.1.down_bias": OwnWeight(added=bias[:32]),
+    }
+    plain, engine = (tiny_engine(made, "cpu", skip_zeros=skips) for skips in (False, True))
+    without = run_one(plain, REQUESTS[0], None)
+    results = [run_one(with_adapter(each, own), REQUESTS[0], "it") for each in (plain, engine)]
+    same(*results, exact=True)
+    assert results[0].outputs[0].logprobs != without.outputs[0].logprobs
+
+
+def with_adapter(engine: Engine, adapter: Adapter) -> Engine:
+    engine.load_adapter("it", adapter)
+    return engine
