@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.engine.engine import Stats
+from headrace.model.spec import ExpertSpec
 from headrace.speculation.proposers import PROPOSERS, REQUIRED_OPTIONS
 from headrace.structured_outputs import StructuredOutputs
+from tests.calibration_files import EXIT, THRESHOLDS
 
 PAGE = Path(__file__).parents[1] / "docs/internals/composability.md"
 
@@ -50,6 +52,7 @@ METHODS = [
     Method("listed layers", draft={"how": "self_draft", "layers": (1,), "depth": 3}),
     Method("2:4 weights", draft={"how": "self_draft", "format": "int8-2:4", "depth": 3}),
     Method("best blocks", draft={"how": "self_draft", "draft_top_blocks": 1, "depth": 3}),
+    Method("thresholds", draft={"how": "self_draft", "draft_sparsity": THRESHOLDS, "depth": 3}),
     Method("Medusa heads", draft={"how": "medusa", "depth": 3, "width": 2}),
     Method("auto with all of these", draft={"how": "auto", "depth": 3}),
     Method(
@@ -72,6 +75,8 @@ class Option:
     """Options of the engine under test only, and not of the plain engine of the comparison."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """Options of the model in both engines."""
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `tests.tiny.tiny_model` for a mode."""
 
 
 PLAIN = Option("")
@@ -104,13 +109,36 @@ AXES: list[tuple[Option, Option]] = [
 ]
 """Alternatives; a case chooses one option of each pair."""
 
+ALL_MODES: dict[str, Any] = {
+    "attention_window": 140,
+    "attention_sinks": 2,
+    "attention_top_blocks": 1,
+    "activation_sparsity": THRESHOLDS,
+    "early_exit": EXIT,
+}
 MODES = [
     Option("attention window", model={"attention_window": 40, "attention_sinks": 2}),
     Option("top blocks", model={"attention_top_blocks": 1}),
-    Option("2:4 weights", model={"format": "int8-2:4"}),
-    Option("experts", model={"experts": 4}),
+    Option(
+        "skipped zeros",
+        engine={"skip_zeros": True},
+        shape={"format": "Q4_0", "activation": "relu", "mlp_bias": True},
+    ),
+    Option("thresholds", model={"activation_sparsity": THRESHOLDS}, shape={"format": "Q4_0"}),
+    Option("early exit", model={"early_exit": EXIT}),
+    Option("2:4 weights", shape={"format": "int8-2:4"}),
+    Option(
+        "experts",
+        shape={
+            "architecture": "qwen2_moe",
+            "qkv_bias": True,
+            "experts": ExpertSpec(4, 2, 32, normalised=False, shared_ffn_dim=32),
+        },
+    ),
+    Option("all lossy options", model=ALL_MODES, shape={"format": "Q4_0"}),
 ]
-"""Lossy modes. The plain engine of the comparison is in the mode, too."""
+"""Modes with fewer bytes. The plain engine of the comparison is in the mode too, and reads zeros.
+"""
 
 OPTIONS = [option for axis in AXES for option in axis if option.title]
 
@@ -158,18 +186,99 @@ REAL_CASES: list[tuple[str, list[str]]] = [
 """Cases on the default model, which has 4-bit weights: a prompt, and the titles of its options."""
 
 
-FEW_BLOCKS = Option("few blocks", engine={"slots": 256})
+FEW_BLOCKS = Option("preemption", params={"n": 3}, engine={"slots": 384})
 """Blocks for the prompts, and not for all outputs at once."""
+ADAPTERS = Option("adapters")
+INT4_KV = Option("int4 KV", model={"kv_dtype": "int4"})
+STATIC = Option("static batching", engine={"batching": "static"})
+RANKS = Option("two ranks", params={"max_tokens": 16})
+SEARCH = Option("beam search")
+NAMED = {option.title: option for option in OPTIONS}
 
-MODE_CASES = [
-    (mode, *case)
-    for mode in MODES
-    for case in (
-        tuple(on for _, on in AXES if on.title not in ("sampled", "int4 weights", "preemption")),
-        (*(option for option in OPTIONS if option.title == "sampled"), FEW_BLOCKS),
-    )
+MODE_AXES = [*(option for option in OPTIONS if option.title != "int4 weights"), INT4_KV, ADAPTERS]
+MODE_AXES += [STATIC, RANKS, SEARCH]
+"""Options that are tried in each mode. Preemption has other blocks here."""
+
+
+def _named(*titles: str) -> Case:
+    return tuple(NAMED[title] for title in titles)
+
+
+EVERY_METHOD: list[Case] = [
+    (
+        *_named("greedy"),
+        *(on for _, on in AXES if on.title not in ("sampled", "int4 weights", "preemption")),
+    ),
+    (*_named("sampled"), FEW_BLOCKS),
 ]
-"""Cases of each mode: greedy with nearly all options, and sampled with few blocks."""
+"""Greedy with nearly all options, and sampled with few blocks."""
+SOME_METHODS: list[Case] = [
+    (*_named("greedy", "logprobs", "chunked prefill", "prefix cache"), INT4_KV, ADAPTERS, RANKS),
+    (*_named("sampled", "grammar", "n = 4"), ADAPTERS, STATIC, SEARCH),
+]
+SOME = ["n-gram", "auto with all of these"]
+"""Methods that stand for the others: tokens without a model, and all models."""
+
+REFUSED = {("listed layers", "early exit"), ("listed layers", "all lossy options")}
+"""Methods and modes that the loader refuses together: the first of `REFUSALS`."""
+
+
+class Refusal(NamedTuple):
+    """Options that do not combine, and a part of the message at start-up."""
+
+    mode: str
+    options: Mapping[str, Any]
+    message: str
+
+
+REFUSALS = [
+    Refusal(
+        "early_exit",
+        {"proposer": "self_draft", "draft_layers": "1-1"},
+        "draft_layers is set, and with early_exit the layers before the exit draft",
+    ),
+    Refusal(
+        "early_exit",
+        {"pipeline_parallel_size": 2},
+        "early_exit needs all layers in one pipeline stage",
+    ),
+    Refusal(
+        "skip_zeros",
+        {"backend": "cuda"},
+        "skip_zeros is for CPUs: the kernels of GPUs read whole matrices",
+    ),
+    Refusal(
+        "attention_top_blocks",
+        {"backend": "cuda"},
+        "attention_top_blocks 1 is not supported on cuda; choose backend cpu",
+    ),
+    Refusal(
+        "draft_top_blocks",
+        {"backend": "cuda", "proposer": "self_draft"},
+        "draft_top_blocks 1 is not supported on cuda; choose backend cpu",
+    ),
+    Refusal(
+        "attention_top_blocks",
+        {"tensor_parallel_size": 4},
+        "4 ranks divide the query heads of a KV head, which choose blocks of KV together; use at "
+        "most 2 ranks",
+    ),
+]
+
+ModeCase = tuple[Method, Option, Case]
+
+MODE_CASES: list[ModeCase] = [
+    (method, mode, case)
+    for mode in MODES
+    for method in METHODS
+    if (method.title, mode.title) not in REFUSED
+    for case in (*EVERY_METHOD, *(SOME_METHODS if method.title in SOME else ()))
+]
+
+
+def mode_title(case: ModeCase) -> str:
+    method, mode, options = case
+    return f"{mode.title}, {method.title}, {title(options)}"
 
 
 def title(case: Case) -> str:
@@ -193,36 +302,73 @@ def page() -> str:
         f"Methods without a model of their own run {len(REAL_CASES)} more cases on the default "
         "model",
         "(`tests/engine/test_drafts_real.py` runs the other methods on it).",
-        f"{len(MODE_CASES)} cases more are in lossy modes.",
         "A cell is the number of cases with the option.",
         "With the prefix cache, one request is sent twice.",
         "Each method also runs in one batch with beam searches, and neither changes the other's "
         "output.",
         "",
-        "In each lossy mode, plain decoding is in the mode, too: a mode is a model of its own.",
-        "",
-        f"| method | {' | '.join(option.title for option in (*OPTIONS, *MODES))} |",
-        f"|---|{'---|' * len((*OPTIONS, *MODES))}",
+        f"| method | {' | '.join(option.title for option in OPTIONS)} |",
+        f"|---|{'---|' * len(OPTIONS)}",
     ]
     for method in METHODS:
         real = [] if method.draft else REAL_CASES
         counts = [
             sum(option in case for case in CASES)
             + sum(option.title in titles for _, titles in real)
-            + sum(option in case for case in MODE_CASES)
-            for option in (*OPTIONS, *MODES)
+            for option in OPTIONS
         ]
-        lines.append(f"| {method.title} | {' | '.join(str(count) for count in counts)} |")
-    lines += ["", "The cases on the tiny model:"]
+        lines.append(f"| {method.title} | {' | '.join(map(str, counts))} |")
+    lines += ["", *_modes(), "", "The cases on the tiny model:"]
     lines += [f"* {title(case)}" for case in CASES]
-    lines += ["", "The cases in lossy modes, with a prompt of 170 tokens:"]
-    lines += [f"* {title(case)}" for case in MODE_CASES]
     lines += ["", "On the default model:"]
     lines += [
         f"* {', '.join(titles)}: `{prompt[:40].splitlines()[0]}...`"
         for prompt, titles in REAL_CASES
     ]
     return "\n".join(lines) + "\n"
+
+
+def _modes() -> list[str]:
+    heads = " | ".join(mode.title for mode in MODES)
+    lines = [
+        "## Modes with fewer bytes",
+        "",
+        "A lossy mode is a model of its own, so plain decoding is in the mode too.",
+        "`skip_zeros` is exact: plain decoding reads whole matrices.",
+        f"The last mode is {', '.join(f'`{name}`' for name in ALL_MODES)}.",
+        f"{len(MODE_CASES)} cases have three requests of up to 170 tokens in one batch.",
+        "Two ranks share each matrix. With adapters, each request has another one, or none.",
+        "A cell is the number of cases.",
+        "",
+        f"| in one batch with | {heads} |",
+        f"|---|{'---|' * len(MODES)}",
+    ]
+    for option in MODE_AXES:
+        counts = [
+            sum(
+                one is mode and option.title in (other.title for other in case)
+                for _, one, case in MODE_CASES
+            )
+            for mode in MODES
+        ]
+        lines.append(f"| {option.title} | {' | '.join(map(str, counts))} |")
+    lines += ["", f"| drafts by | {heads} |", f"|---|{'---|' * len(MODES)}"]
+    for method in METHODS:
+        cells = [
+            "refused"
+            if (method.title, mode.title) in REFUSED
+            else str(sum((a, b) == (method, mode) for a, b, _ in MODE_CASES))
+            for mode in MODES
+        ]
+        lines.append(f"| {method.title} | {' | '.join(cells)} |")
+    lines += ["", "Start-up refuses these together, and its message names the change:"]
+    for refusal in REFUSALS:
+        options = " and ".join(f"`{name}={value}`" for name, value in refusal.options.items())
+        lines.append(f"* `{refusal.mode}` with {options}: {refusal.message}.")
+    lines += ["", "The cases in modes:"]
+    lines += [f"* {title(case)}" for case in EVERY_METHOD]
+    lines += [f"* {title(case)}: {' and '.join(SOME)}" for case in SOME_METHODS]
+    return lines
 
 
 if __name__ == "__main__":

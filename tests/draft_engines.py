@@ -1,6 +1,6 @@
 """Engines over tiny models with each way to draft, for tests of speculation."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from headrace.speculation.proposers import (
 )
 from headrace.speculation.proposers.draft_model import max_rows
 from headrace.speculation.proposers.medusa import head_forward
-from tests.tiny import BLOCK_SIZE, Tensors, mode_program, tiny_engine
+from tests.tiny import BLOCK_SIZE, Compile, Tensors, mode_program, tiny_engine
 
 Model = tuple[ModelSpec, Tensors]
 
@@ -37,28 +37,33 @@ def draft_engine(
     how: str,
     backend: str = "cpu",
     *,
+    enabled: Collection[str] = tuple(REQUIRED_OPTIONS),
     draft: Model | None = None,
     drafter: Drafter | None = None,
     layers: Sequence[int] = (0,),
     weights: Model | None = None,
     draft_top_blocks: int = 0,
+    draft_sparsity: str = "",
     depth: int = 4,
     width: int = 1,
     slots: int = 256,
     draft_slots: int = 0,
     max_length: int = 0,
     kv_dtype: KvDtype = "f32",
+    compile: Compile = compile_program,
     **config: Any,
 ) -> tuple[Engine, dict[str, Proposer]]:
-    """An engine that drafts by `how`, a proposer's name or `auto` for all, and its proposers.
+    """An engine that drafts by `how`, a proposer's name or `auto`, and its proposers.
 
+    `auto` has the methods of `enabled` that need a program, and those that need none.
     Without `draft` the model itself is the draft model; a `drafter` takes its place. For
     `self_draft`, `weights` replace the model's.
     """
     spec, tensors = model
     size = BLOCK_SIZE[backend]
+    chosen = enabled if how == "auto" else (how,)
     required: dict[str, Any] = {
-        options[0]: 1 for method, options in REQUIRED_OPTIONS.items() if how in (method, "auto")
+        options[0]: 1 for method, options in REQUIRED_OPTIONS.items() if method in chosen
     }
     draft_config = EngineConfig(
         proposer=how,
@@ -69,7 +74,8 @@ def draft_engine(
         **required,
     )
     methods = enabled_methods(draft_config)
-    mode = EngineConfig(**{name: value for name, value in config.items() if name in LOSSY_OPTIONS})
+    modes = (*LOSSY_OPTIONS, "skip_zeros")
+    mode = EngineConfig(**{name: value for name, value in config.items() if name in modes})
     taps = drafter.spec.drafter.taps if drafter and drafter.spec.drafter else ()
     keeps_rows = spec.num_layers in taps
     program = mode_program((replace(spec, keeps_rows=keeps_rows), tensors), mode).with_pooled()
@@ -78,7 +84,7 @@ def draft_engine(
     if taps:
         program = program.with_taps(taps)
     kv = KvConfig((-(-slots // size),) * len(program.kv_groups), size, kv_dtype)
-    target = compile_program(
+    target = compile(
         backend,
         program.with_hidden() if "medusa" in methods else program,
         tensors,
@@ -93,7 +99,8 @@ def draft_engine(
         draft_models = replace(draft_models, drafter=programs)
     elif "draft_model" in methods:
         draft_spec, draft_tensors = draft or model
-        draft_program = mode_program((draft_spec, draft_tensors), mode)
+        without_files = replace(mode, early_exit="", activation_sparsity="")
+        draft_program = mode_program((draft_spec, draft_tensors), without_files)
         draft_kv = replace(kv, num_blocks=(num_draft_blocks,) * len(draft_program.kv_groups))
         compiled = target.attach(draft_program, draft_tensors, draft_kv)
         manager = KvManager(draft_program.kv_groups, draft_kv, max_rows(depth))
@@ -109,7 +116,11 @@ def draft_engine(
             if weights
             else {}
         )
-        short = mode_program((spec.with_layers(layers), weights[1] if weights else tensors), mode)
+        thresholds = draft_sparsity or mode.activation_sparsity
+        short = mode_program(
+            (spec.with_layers(layers), weights[1] if weights else tensors),
+            replace(mode, activation_sparsity=thresholds),
+        )
         short = short.with_top_blocks(draft_top_blocks)
         if weights:
             short = short.with_weights(

@@ -1,7 +1,7 @@
 """Tiny random models, a vocabulary for them, and engines over both."""
 
 import codecs
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -13,6 +13,7 @@ from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.errors import RequestError
 from headrace.loader.activation_sparsity import sparse_program
+from headrace.loader.early_exit import with_early_exit
 from headrace.model import tensor_shapes, trace_model
 from headrace.model.spec import ModelSpec, RopeSpec
 from headrace.outputs import RequestOutput, Update
@@ -29,6 +30,8 @@ BLOCK_SIZE = {"cpu": 32, "cuda": 4, "reference": 4}
 """Tokens per KV block, by backend: as few as the backend allows, so that short texts need many."""
 
 Tensors = dict[str, StoredTensor]
+Compile = Callable[..., Executable]
+"""Makes an executable, as `compile_program` does."""
 
 
 def tiny_model(
@@ -176,8 +179,9 @@ def tiny_executable(
 
 def mode_program(model: tuple[ModelSpec, Tensors], options: EngineConfig) -> Program:
     """Trace a model with the lossy options of a configuration, as the loader does."""
+    spec, tensors = model
     program = (
-        trace_model(*model)
+        trace_model(with_early_exit(spec, options), tensors)
         .with_window(options.attention_window, options.attention_sinks)
         .with_top_blocks(options.attention_top_blocks)
     )
@@ -196,11 +200,13 @@ def tiny_engine(
     release_outside_window: bool = True,
     late: bool = False,
     vocabulary: TinyVocabulary | None = None,
+    compile: Compile = compile_program,
     **config: Any,
 ) -> Engine:
     """Return an engine over the model, whose pools have at least `slots` slots per KV group.
 
-    `release_outside_window` releases KV outside an attention window.
+    `release_outside_window` releases KV outside an attention window. `compile` makes the
+    executable, if there is none.
     """
     spec, tensors = model
     name = proposer if isinstance(proposer, str) else "off"
@@ -225,7 +231,7 @@ def tiny_engine(
     if not release_outside_window:
         groups = tuple(replace(group, window=0, num_sink_tokens=0) for group in groups)
     limits = EngineLimits(spec.vocab_size, max_model_len or spec.max_context, kv, groups)
-    executable = executable or compile_program(
+    executable = executable or compile(
         backend, program, tensors, kv, options.threads, options.activations
     )
     if late:

@@ -43,7 +43,7 @@ def compile_ranks(
     """Compile rank 0 in this process, and start a process for each other rank.
 
     Each process opens the model by its name. `ParallelExecutable.connect` waits for all
-    of them. Without a `launcher` the processes run on this machine, or on the hosts of
+    of them. Raises UnsupportedModelError if the mesh cannot split the program. Without a `launcher` the processes run on this machine, or on the hosts of
     the environment.
     """
     from headrace.parallel.executable import ParallelExecutable
@@ -54,6 +54,7 @@ def compile_ranks(
     from headrace.parallel.setup import setup_of
     from headrace.parallel.workers import Workers
 
+    mesh.program(program, 0)  # a mesh that cannot split the program starts no process
     threads = threads_per_rank(config, mesh)
     first, *others = (
         RankConfig(

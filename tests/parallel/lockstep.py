@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from headrace.backend.reference.activations import gated
 from headrace.backend.reference.executable import ReferenceExecutable
 from headrace.backend.reference.ops import Step, norm
+from headrace.backend.reference.top_blocks import hidden_positions
 from headrace.batch import RaggedBatch
 from headrace.config import KvConfig
 from headrace.parallel.collectives import owners
@@ -164,10 +165,16 @@ def _attention(s: Step, op: ops.Attention) -> Floats:
     group, place = s.memory.places[op.layer]
     store, sharers = s.memory.stores[group], op.num_heads // op.num_kv_heads
     sinks = s.w(op.sinks).reshape(-1) if op.sinks else None
+    queries = s.x(op.q).reshape(len(out), op.num_kv_heads, sharers, op.head_dim)
     for row, slots in enumerate(s.visible(group)):
         before = max(0, len(slots) - op.window) if op.window else 0
-        at = np.array([*range(min(before, op.num_sink_tokens)), *range(before, len(slots))])
+        seen = np.array([*range(min(before, op.num_sink_tokens)), *range(before, len(slots))])
+        hidden = None
+        if op.top_blocks:
+            keys = store.keys[place, slots]
+            hidden = hidden_positions(op, s.memory.kv.dtype, queries[row], keys, None, before)
         for head in range(op.num_heads):
+            at = seen if hidden is None else seen[~hidden[head // sharers, seen]]
             k = np.ascontiguousarray(
                 store.keys[place, slots[at], head // sharers]
             )  # [seen, head_dim]

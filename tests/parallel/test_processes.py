@@ -20,10 +20,15 @@ from safetensors.numpy import load_file, save_file
 
 from headrace import LLM, SamplingParams
 from headrace.backend.cpu import instructions
+from headrace.checkpoint.fingerprint import fingerprint
+from headrace.checkpoint.load import open_checkpoint
 from headrace.errors import RankLostError
+from headrace.loader.calibration_file import write_calibration
+from headrace.model import trace_model
 from headrace.outputs import RequestOutput
 from headrace.parallel.rank import identity
 from headrace.parallel.transport import GlooTransport
+from headrace.program.sparsity import sparse_inputs
 from tests.families import VOCAB, save_model
 from tests.test_adapters import write_adapter
 
@@ -131,6 +136,30 @@ def test_ranks_with_all_features(
             assert tokens_and_logprobs(llm.generate(prompts[0], params[0])) == expected[name][:1]
         stats = llm.stats()
     assert stats.preemptions and stats.cached_tokens and stats.drafted
+
+
+def test_ranks_in_lossy_modes(models: dict[str, Path], tmp_path: Path) -> None:
+    """Each rank reads the calibration files, and attaches the drafts of the first layers."""
+    checkpoint = open_checkpoint(models["qwen3"])
+    mark = fingerprint(checkpoint, checkpoint.load_tokenizer())
+    inputs = sparse_inputs(trace_model(checkpoint.spec, checkpoint.tensors))
+    facts: dict[str, dict[str, Any]] = {
+        "activation_sparsity": {"sparsity": 0.5, "thresholds": dict.fromkeys(inputs, 0.1)},
+        "early_exit": {"layers": 1, "min_margin": 0.05},
+    }
+    modes: dict[str, Any] = {"attention_top_blocks": 1, "attention_window": 100}
+    for kind, content in facts.items():
+        modes[kind] = str(tmp_path / f"{kind}.json")
+        write_calibration(Path(modes[kind]), kind, mark, content)
+    results = []
+    for ranks in (1, 2):
+        options = STACK | modes | {"proposer": "self_draft", "tensor_parallel_size": ranks}
+        with LLM(models["qwen3"], **options) as llm:
+            load_adapter(llm, models["qwen3"])
+            generated = llm.generate(*requests(), adapter=ADAPTERS)
+            results.append(tokens_and_logprobs(generated))
+            assert llm.stats().drafted and llm.stats().preemptions
+    assert results[0] == results[1]
 
 
 def test_ranks_of_the_default_model_with_all_features(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ class _Stage:
         self.barrier = Barrier(ranks)
 
 
-class _ThreadTransport:
+class ThreadTransport:
     def __init__(
         self,
         stages: list[_Stage],
@@ -66,6 +66,20 @@ class _ThreadTransport:
         self.received_bytes += out.nbytes
 
 
+def transports_of(mesh: Mesh) -> list[ThreadTransport]:
+    """The transports of all ranks, which pass rows to each other."""
+    stages = [_Stage(mesh.tensor) for _ in range(mesh.pipeline)]
+    queues = {
+        (stage, share): queue.Queue[Floats]()
+        for stage in range(mesh.pipeline)
+        for share in range(mesh.tensor)
+    }
+    return [
+        ThreadTransport(stages, queues, mesh.stage(rank), mesh.share(rank))
+        for rank in range(mesh.ranks)
+    ]
+
+
 class Threads:
     """A mesh of ranks of one thread each, on the cpu backend."""
 
@@ -78,17 +92,8 @@ class Threads:
         fused: bool = True,
         **options: Any,
     ) -> None:
-        stages = [_Stage(mesh.tensor) for _ in range(mesh.pipeline)]
-        queues = {
-            (stage, share): queue.Queue[Floats]()
-            for stage in range(mesh.pipeline)
-            for share in range(mesh.tensor)
-        }
         self.pool = ThreadPoolExecutor(mesh.ranks)
-        self.transports = [
-            _ThreadTransport(stages, queues, mesh.stage(rank), rank % mesh.tensor)
-            for rank in range(mesh.ranks)
-        ]
+        self.transports = transports_of(mesh)
         self.ranks = []
         for rank, transport in enumerate(self.transports):
             share = mesh.program(program, rank)
