@@ -1,12 +1,12 @@
 """Random mixtures of all kinds of requests over a late device: each has the tokens it has alone.
 
-`HEADRACE_MIXTURES=2000 python -m pytest tests/backend/cuda/test_mixtures.py` is the long form; with
-`--hypothesis-seed N` it has pieces that differ. On a GPU the mixtures also run over its own stream.
+On a GPU the mixtures also run over its own stream.
 """
 
-import os
+from collections.abc import Mapping
 from functools import cache
 from random import Random
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.stream import HostStream, Stream, make_stream
 from headrace.backend_traits import KvDtype
 from headrace.batch import ints
-from headrace.config import KvConfig
+from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine
 from headrace.logit_ops import (
     Expand,
@@ -35,25 +35,39 @@ from headrace.logit_ops import (
     Score,
     Ticket,
 )
-from headrace.model import trace_model
 from headrace.model.spec import ExpertSpec, ModelSpec
-from headrace.outputs import RequestOutput, Update
-from headrace.request import Pooling, PoolingParams, RequestOptions
+from headrace.outputs import RequestOutput
 from headrace.sampling.pooling import RowSum
 from headrace.sampling.sampler import Sampler
-from headrace.sampling_params import SamplingParams
-from headrace.structured_outputs import StructuredOutputs
 from tests.backend.batches import Sequence, batch_of
 from tests.backend.cuda.late import LateStream
-from tests.engine.test_promise import same
-from tests.tiny import Tensors, drain, tiny_engine, tiny_model
+from tests.calibration_files import EXIT, THRESHOLDS, with_files
+from tests.mixtures import (
+    ARRIVALS,
+    ASKS,
+    CLS,
+    MIXTURES,
+    Arrival,
+    mixture_is_right,
+    result_of,
+)
+from tests.tiny import Tensors, mode_program, tiny_engine, tiny_model
 
-MIXTURES = int(os.environ.get("HEADRACE_MIXTURES", "6"))
 EOS = (60,)
 BLOCK_SIZE, SLOTS = 4, 240
-MODELS: list[tuple[tuple[ModelSpec, Tensors], KvDtype]] = [
-    (tiny_model(2, layers=1, dim=16, heads=2, kv_heads=1, ffn=16), "bf16"),
-    (
+
+
+class Served(NamedTuple):
+    """A model, and the options that its engines have."""
+
+    model: tuple[ModelSpec, Tensors]
+    kv_dtype: KvDtype
+    modes: Mapping[str, Any] = MappingProxyType({})
+
+
+MODELS = [
+    Served(tiny_model(2, layers=1, dim=16, heads=2, kv_heads=1, ffn=16), "bf16"),
+    Served(
         tiny_model(
             3,
             layers=2,
@@ -66,59 +80,31 @@ MODELS: list[tuple[tuple[ModelSpec, Tensors], KvDtype]] = [
         ),
         "int8",
     ),
+    Served(
+        tiny_model(4, layers=2, dim=16, heads=2, kv_heads=1, ffn=16),
+        "f32",
+        with_files(
+            {
+                "attention_window": 9,
+                "attention_sinks": 2,
+                "activation_sparsity": THRESHOLDS,
+                "early_exit": EXIT,
+            }
+        ),
+    ),
 ]
-"""A model of one layer, and one with a window, experts, and 8-bit weights and KV."""
-
-
-class Ask(NamedTuple):
-    prompt: list[int]
-    params: SamplingParams
-    pooling: Pooling | None = None
-
-
-NAMED: dict[str, Any] = {"logprob_token_ids": [1, 2, 3]}
-
-
-def _greedy(**options: Any) -> SamplingParams:
-    return SamplingParams(temperature=0, **options)
-
-
-ASKS = [
-    Ask([7, 8, 9, 7], _greedy(max_tokens=6)),
-    Ask([5], _greedy(max_tokens=5, logprobs=2)),
-    Ask([5, 4, 3], SamplingParams(n=2, seed=2, max_tokens=4, top_p=0.9)),
-    Ask([9, 9], SamplingParams(seed=3, max_tokens=5, repetition_penalty=1.3, top_k=30)),
-    Ask([9, 1], _greedy(max_tokens=5, presence_penalty=2.0, frequency_penalty=0.3, min_tokens=3)),
-    Ask(list(range(1, 12)), _greedy(max_tokens=3, prompt_logprobs=1)),
-    Ask([2, 4, 2, 4], SamplingParams(n=2, seed=5, max_tokens=3, prompt_logprobs=0)),
-    Ask([1, 2, 3], SamplingParams(beam_width=2, max_tokens=3)),
-    Ask([3, 1, 4, 1, 5], SamplingParams(seed=4, max_tokens=4, logit_bias={4: 3.0, 5: -100.0})),
-    Ask([4, 5, 6], SamplingParams(seed=6, max_tokens=4, min_p=0.05, logprobs=0, **NAMED)),
-    Ask([7, 9], _greedy(max_tokens=5, structured_outputs=StructuredOutputs(regex="[a-c]{2,5}d"))),
-    Ask([8, 2, 8, 2, 8], _greedy(max_tokens=8, stop=["b", "ka"], ignore_eos=True)),
-    Ask(list(range(30)), SamplingParams(seed=7, max_tokens=5, temperature=0.7, logprobs=1)),
-    Ask([1], SamplingParams(), "last"),
-    Ask([6, 6, 6, 1, 2, 3], SamplingParams(), "mean"),
-    CLS := Ask(list(range(20, 29)), SamplingParams(), "cls"),
-]
-
-
-class Arrival(NamedTuple):
-    """A request, and the number of steps before the next one; the request may be ended then."""
-
-    which: int
-    gap: int = 0
-    is_urgent: bool = False
-    is_aborted: bool = False
+"""A model of one layer, one with a window, experts, and 8-bit weights and KV, and one in the lossy
+modes of the backend.
+"""
 
 
 @cache
 def executable(model: int, stream: Stream, prepared: bool) -> CudaExecutable:
     """One executable for many engines, since its plans take longer than a mixture."""
-    (spec, tensors), kv_dtype = MODELS[model]
-    program = trace_model(spec, tensors).with_pooled()
+    tiny, kv_dtype, modes = MODELS[model]
+    program = mode_program(tiny, EngineConfig(**modes)).with_pooled()
     kv = KvConfig((SLOTS // BLOCK_SIZE,) * len(program.kv_groups), BLOCK_SIZE, kv_dtype)
-    made = CudaExecutable(program, tensors, kv, torch.bfloat16, stream)
+    made = CudaExecutable(program, tiny[1], kv, torch.bfloat16, stream)
     if prepared:
         made.prepare(16, 4)
     return made
@@ -129,23 +115,16 @@ STREAMS = [LATE] if is_interpreting() else [LATE, make_stream()]
 
 
 def engine_over(model: int, made: CudaExecutable, **config: Any) -> Engine:
-    tiny, kv_dtype = MODELS[model]
-    options = {"slots": SLOTS, "kv_dtype": kv_dtype} | config
+    tiny, kv_dtype, modes = MODELS[model]
+    options = {"slots": SLOTS, "kv_dtype": kv_dtype, **modes, **config}
     return tiny_engine(tiny, "cuda", executable=made, eos_ids=EOS, **options)
-
-
-def add(engine: Engine, ask: Ask, priority: int = 0) -> str:
-    pooling = PoolingParams(pooling=ask.pooling) if ask.pooling else None
-    options = RequestOptions(priority=priority)
-    return engine.add(engine.check(ask.prompt, ask.params, options, pooling=pooling))
 
 
 @cache
 def alone(model: int, which: int) -> RequestOutput:
     """A request by itself, in one piece, each launch read before the next."""
     engine = engine_over(model, executable(model, HOST, False), prefix_cache=False)
-    add(engine, ASKS[which])
-    return next(update.result for update in drain(engine) if update.result)
+    return result_of(engine, ASKS[which])
 
 
 on_each_stream = pytest.mark.parametrize("stream", STREAMS, ids=lambda s: type(s).__name__)
@@ -181,17 +160,7 @@ on_each_stream = pytest.mark.parametrize("stream", STREAMS, ids=lambda s: type(s
 )
 @given(
     model=st.integers(0, len(MODELS) - 1),
-    arrivals=st.lists(
-        st.builds(
-            Arrival,
-            which=st.integers(0, len(ASKS) - 1),
-            gap=st.integers(0, 3),
-            is_urgent=st.sampled_from([False, False, True]),
-            is_aborted=st.sampled_from([False, False, False, True]),
-        ),
-        min_size=2,
-        max_size=6,
-    ),
+    arrivals=ARRIVALS,
     speed=st.sampled_from([0, 0.1, 1]),
     seed=st.integers(0, 1000),
     prepared=st.booleans(),
@@ -214,34 +183,8 @@ def test_mixtures_have_the_tokens_of_single_requests(
     """Urgent requests preempt others if there are few slots."""
     LATE.speed, LATE.random = speed, Random(seed)
     engine = engine_over(model, executable(model, stream, prepared), **config)
-    updates, ids = list[Update](), list[str]()
-    aborted = dict[str, RequestOutput | None]()
-    for arrival in arrivals:
-        ids.append(add(engine, ASKS[arrival.which], -int(arrival.is_urgent)))
-        for _ in range(arrival.gap):
-            updates += engine.step()
-        if arrival.is_aborted:
-            aborted[ids[-1]] = engine.abort(ids[-1])
-    updates += drain(engine)
-
-    results = {update.request_id: update.result for update in updates if update.result}
-    for request_id, arrival in zip(ids, arrivals, strict=True):
-        expected = alone(model, arrival.which)
-        if cut := aborted.get(request_id):
-            has_begun(cut, expected, ASKS[arrival.which].params)
-        else:
-            same(results[request_id], expected, exact=True)
-            np.testing.assert_array_equal(results[request_id].embedding, expected.embedding)
-    stats = engine.stats()
-    assert stats.blocks_free == stats.blocks_total
-    assert stats.failed_steps == stats.proposer_failures == 0
-
-
-def has_begun(cut: RequestOutput, whole: RequestOutput, params: SamplingParams) -> None:
-    """An aborted request has the first tokens of the whole one; beams change to their end."""
-    for mine, expected in zip(cut.outputs, whole.outputs, strict=False):
-        if params.beam_width is None:
-            assert mine.token_ids == expected.token_ids[: len(mine.token_ids)]
+    expected = [alone(model, arrival.which) for arrival in arrivals]
+    mixture_is_right(engine, arrivals, expected, ASKS, {})
 
 
 class Turn(NamedTuple):
