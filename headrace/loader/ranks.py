@@ -43,8 +43,8 @@ def compile_ranks(
     """Compile rank 0 in this process, and start a process for each other rank.
 
     Each process opens the model by its name. `ParallelExecutable.connect` waits for all
-    of them. Raises UnsupportedModelError if the mesh cannot split the program. Without a `launcher` the processes run on this machine, or on the hosts of
-    the environment.
+    of them. Without a `launcher` the processes run on this machine, or on the hosts of
+    the environment. Raises UnsupportedModelError if the mesh cannot split the program.
     """
     from headrace.parallel.executable import ParallelExecutable
     from headrace.parallel.hosts import HostLauncher, placement
