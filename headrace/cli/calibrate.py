@@ -95,7 +95,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tokens",
         type=whole_number(16, 2**20),
         metavar="N",
-        help="length of the text, in tokens (default: 256; with --early-exit 16384)",
+        help="length of the text, in tokens (default: 256; with --early-exit 65536)",
     )
     add_early_exit(parser)
     compute = parser.add_argument_group("compute")
@@ -239,19 +239,19 @@ def _print(calibration: "Calibration") -> None:
         "\nacceptance: share of accepted draft tokens; cost: of a draft token, in plain steps; "
         "depth: the fastest; tokens/step, speed: expected at that depth"
     )
-    trial = calibration.trial
-    if trial is None:
+    if trial := calibration.trial:
+        print(
+            f"{calibration.best.name}, measured: {trial.tokens_per_step:.2f} tokens/step, "
+            f"{trial.speed:.2f}x ({trial.spread}, {len(trial.speedups)} runs in turns)"
+        )
+    if trial and calibration.suggestion:
+        options = ", ".join(f"{name}={value!r}" for name, value in trial.options.items())
+        print(f"Suggestion: {options}")
+    else:
         print(
             "None of these saves time here: leave the proposer off, or try a smaller model or a "
             "model that was trained to exit early."
         )
-        return
-    options = ", ".join(f"{name}={value!r}" for name, value in trial.options.items())
-    print(
-        f"{calibration.best.name}, measured: {trial.tokens_per_step:.2f} tokens/step, "
-        f"{trial.speed:.2f}x ({trial.spread}, {len(trial.speedups)} runs in turns)"
-    )
-    print(f"Suggestion: {options}")
 
 
 def _row(draft: "MeasuredDraft") -> list[str]:

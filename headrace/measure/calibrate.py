@@ -83,10 +83,17 @@ class Trial:
 class Calibration:
     drafts: tuple[MeasuredDraft, ...]
     trial: Trial | None
+    """Of the best draft; None if its expected speed does not pay."""
 
     @property
     def best(self) -> MeasuredDraft:
+        """The draft with the highest expected speed."""
         return max(self.drafts, key=lambda draft: draft.best.speedup)
+
+    @property
+    def suggestion(self) -> MeasuredDraft | None:
+        """The best draft if it was faster than plain decoding when it was timed."""
+        return self.best if self.trial and self.trial.speed > 1 else None
 
     def facts(self) -> dict[str, Any]:
         """The calibration as JSON, in seconds."""
@@ -98,7 +105,7 @@ class Calibration:
         }
         return {
             "candidates": [_draft_facts(draft) for draft in self.drafts],
-            "suggestion": self.best.name if trial else None,
+            "suggestion": self.suggestion.name if self.suggestion else None,
             "trial": trial,
         }
 

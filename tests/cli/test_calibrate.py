@@ -10,7 +10,9 @@ import pytest
 from headrace.backend import lower_program
 from headrace.checkpoint.load import open_checkpoint
 from headrace.cli.main import main
+from headrace.measure.calibrate import Calibration, MeasuredDraft, Trial
 from headrace.model import trace_model
+from headrace.planner.draft_gain import Costs
 from headrace.planner.fit import RUNTIME_BYTES
 from tests.checkpoint.conftest import SHAPE, write_gguf  # noqa: F401 - a fixture
 
@@ -43,6 +45,7 @@ def model(write_gguf: Any) -> Path:  # noqa: F811
     return path
 
 
+NOTHING_PAYS = "None of these saves time here"
 QUICK = ("--tokens", "48", "--depth", "3", "--prompt", "hello")
 
 
@@ -111,13 +114,45 @@ def test_calibrate_beyond_memory(
     assert f"{weights:,} bytes of weights" in capsys.readouterr().err
 
 
-def test_calibrate_prints_a_suggestion(
+@pytest.mark.parametrize(
+    ("speedups", "last"),
+    [
+        ((1.3, 1.1, 0.9), "Suggestion: proposer='self_draft', draft_layers=2, draft_depth=3"),
+        ((1.3, 0.9, 0.8), NOTHING_PAYS),
+        ((1.0, 1.0, 1.0), NOTHING_PAYS),
+        (None, NOTHING_PAYS),
+    ],
+)
+def test_calibrate_suggests_only_what_was_faster(
+    speedups: tuple[float, ...] | None,
+    last: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A draft that should pay by its costs, and was slower when it was timed, is not suggested."""
+    draft = MeasuredDraft(
+        name="2 of 3 layers", layers=2, acceptance=0.9, costs=Costs((1.0, 1.1, 1.2, 1.3), 0.1)
+    )
+    trial = speedups and Trial(
+        options=draft.engine_options() | {"draft_depth": 3},
+        tokens_per_step=2.5,
+        speedups=speedups,
+    )
+    found = Calibration(drafts=(draft,), trial=trial or None)
+    monkeypatch.setattr("headrace.measure.calibrate.calibrate", lambda *args, **kwargs: found)
+    assert main(["calibrate", "model"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith(last)
+    assert ("2 of 3 layers, measured: 2.50 tokens/step" in lines[-2]) == (speedups is not None)
+
+    assert main(["calibrate", "model", "--json"]) == 0
+    suggestion = json.loads(capsys.readouterr().out)["suggestion"]
+    assert suggestion == (None if last == NOTHING_PAYS else "2 of 3 layers")
+
+
+def test_calibrate_times_the_best_draft(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("headrace.measure.calibrate.MIN_SPEEDUP", 0.0)
     assert main(["calibrate", str(model), "--layers", "2", *QUICK]) == 0
-    out = capsys.readouterr().out
-    assert (
-        "2 of 3 layers, measured:" in out
-        and "Suggestion: proposer='self_draft', draft_layers=2, draft_depth=" in out
-    )
+    assert "2 of 3 layers, measured:" in capsys.readouterr().out

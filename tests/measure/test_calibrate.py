@@ -34,7 +34,9 @@ def test_calibrate_measures_layers_and_a_draft_model(
         "draft_depth": calibration.best.best.depth
     }
     facts = calibration.facts()
-    assert facts["suggestion"] == calibration.best.name and facts["trial"]["speed"] == trial.speed
+    pays = trial.speed > 1  # depends on the machine
+    assert facts["suggestion"] == (calibration.best.name if pays else None)
+    assert facts["trial"]["speed"] == trial.speed
 
 
 def test_calibrate_without_a_speedup_makes_no_trial(
