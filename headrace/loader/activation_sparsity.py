@@ -68,7 +68,7 @@ def check_activation_sparsity(config: EngineConfig, checkpoint: Checkpoint) -> N
             continue
         facts = read_calibration(option, path, KIND, _COMMAND)
         thresholds = _parse(option, path, facts)
-        check_calibrated_model(option, path, facts, checkpoint, _COMMAND)
+        check_calibrated_model(option, path, facts.get("model"), checkpoint, _COMMAND)
         if unknown := sorted(thresholds.by_input.keys() - sparse_inputs(program).keys()):
             raise FormatError(
                 f"{option} {path!r} has a threshold for {unknown[0]!r}, which is no input of "

@@ -47,12 +47,12 @@ def read_calibration(option: str, path: str, kind: str, command: str) -> dict[st
 
 
 def check_calibrated_model(
-    option: str, path: str, facts: Mapping[str, Any], checkpoint: Checkpoint, command: str
+    option: str, path: str, model: object, checkpoint: Checkpoint, command: str
 ) -> None:
-    """Raise RequestError if a file was calibrated for another model than `checkpoint`."""
+    """Raise RequestError if `model`, the fingerprint in a file, is not that of `checkpoint`."""
     from headrace.checkpoint.fingerprint import fingerprint
 
-    if facts.get("model") != fingerprint(checkpoint, checkpoint.load_tokenizer()):
+    if model != fingerprint(checkpoint, checkpoint.load_tokenizer()):
         raise RequestError(
             f"{option} {path!r} was calibrated for another model or another number format of it; "
             f"make one for this model with `{command}`"

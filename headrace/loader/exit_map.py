@@ -6,6 +6,7 @@ Conclusions").
 
 import base64
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -41,22 +42,24 @@ class ExitMap:
         return {key: base64.b64encode(part.tobytes()).decode() for key, part in parts.items()}
 
 
-def parse_exit_map(where: str, facts: object, dim: int, remedy: str) -> ExitMap:
-    """Parse the `map` of a file for rows of `dim` numbers. Raises FormatError."""
-    values = facts if isinstance(facts, Mapping) else {}
-    parts = []
+def decoded_parts(facts: object) -> dict[str, bytes]:
+    """Decode the parts of a `map` in a file; parts that are no base64 are left out."""
+    parts = {}
+    for part, text in facts.items() if isinstance(facts, Mapping) else ():
+        with suppress(TypeError, ValueError):
+            parts[part] = base64.b64decode(text, validate=True)
+    return parts
+
+
+def parse_exit_map(where: str, parts: Mapping[str, bytes], dim: int, remedy: str) -> ExitMap:
+    """Make the map of rows of `dim` numbers from `decoded_parts`. Raises FormatError."""
     for part, nbytes in (("weight", _BF16_BYTES * dim * dim), ("bias", _F32_BYTES * dim)):
-        try:
-            data = base64.b64decode(values.get(part, ""), validate=True)
-        except (TypeError, ValueError):
-            data = b""
-        if len(data) != nbytes:
+        if len(parts.get(part, b"")) != nbytes:
             raise FormatError(
                 f"{where} has a map whose {part} is not {nbytes:,} bytes in base64; {remedy}"
             )
-        parts.append(data)
-    weight = np.frombuffer(parts[0], "<u2").astype(np.uint16).reshape(dim, dim)
-    bias = np.frombuffer(parts[1], "<f4").astype(np.float32)
+    weight = np.frombuffer(parts["weight"], "<u2").astype(np.uint16, copy=False).reshape(dim, dim)
+    bias = np.frombuffer(parts["bias"], "<f4").astype(np.float32, copy=False)
     if not np.isfinite(bias).all() or ((weight & 0x7F80) == 0x7F80).any():
         raise FormatError(f"{where} has a map with numbers that are not finite; {remedy}")
     return ExitMap(weight, bias)

@@ -9,6 +9,7 @@ from pathlib import Path
 from headrace.checkpoint.load import Checkpoint
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import LOSSY_FILES, LOSSY_OPTIONS, EngineConfig
+from headrace.loader.early_exit import read_exit_file
 from headrace.planner.prices import Price, kept_price, parse_price
 
 
@@ -91,6 +92,8 @@ def _price_in_file(config: EngineConfig) -> Price | None:
     files = [getattr(config, name) for name in LOSSY_FILES if getattr(config, name)]
     if len(files) != 1 or len(config.lossy_modes) != 1:
         return None
+    if config.early_exit:
+        return read_exit_file(config.early_exit).price
     try:
         facts = json.loads(Path(files[0]).read_text())
     except (OSError, ValueError, RecursionError):
