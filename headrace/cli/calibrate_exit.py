@@ -11,7 +11,6 @@ from headrace.errors import RequestError
 if TYPE_CHECKING:
     from headrace.measure.early_exit import ExitCalibration
 
-TOKENS = 16_384
 _OUTPUT = Path("early_exit.json")
 
 
@@ -33,7 +32,7 @@ def add_early_exit(parser: argparse.ArgumentParser) -> None:
         type=number(0, 1),
         default=0.05,
         metavar="E",
-        help="probability that the share is larger, if pieces of the text are independent "
+        help="probability that the share is larger, in windows that are drawn from the same text "
         "(default: 0.05)",
     )
     group.add_argument(
@@ -54,7 +53,7 @@ def add_early_exit(parser: argparse.ArgumentParser) -> None:
 def run_early_exit(args: argparse.Namespace) -> int:
     """Calibrate the exit of a model, and write its file."""
     from headrace.cli.progress import progress_bar
-    from headrace.measure.early_exit import calibrate_early_exit
+    from headrace.measure.early_exit import TOKENS, calibrate_early_exit
     from headrace.measure.table import print_json
 
     options = ("draft_model", "prompt", "layers")
@@ -105,7 +104,7 @@ def _print(calibration: "ExitCalibration", file: Path) -> None:
             f"{calibration.max_disagreement:.1%}",
             "loss": f"KL {chosen.kl:.4f} nats, NLL {chosen.nll - chosen.nll_full:+.4f}",
             "text": f"{calibration.text}: {calibration.fitting_tokens:,} tokens fitted the map of "
-            f"the exit, {calibration.calibration_tokens:,} chose, {chosen.tokens:,} measured",
+            f"the exit, {calibration.calibration_tokens:,} tested it, {chosen.tokens:,} measured",
             "file": str(file),
         },
     )
