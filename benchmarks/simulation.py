@@ -4,9 +4,14 @@
 
 Three traces: overload, 90 % of the engine's capacity, and chats of several turns. The engine serves
 each as `AsyncLLM` with its defaults, in this process; the simulation then predicts it with the
-stored calibration of the machine (`headrace calibrate --machine`), and the mean of the bandwidths
-that were read before and after. Both see equal prompts, output lengths and KV blocks. The machine
-must be idle.
+stored calibration of the machine (`headrace calibrate --machine`), and its bandwidth and rates as
+measured before and after: they change by the minute on a shared machine. Both see equal prompts,
+output lengths and KV blocks.
+
+A second simulation gets the measured times: its predictions are multiplied by the mean factors of
+the runs of the executable, and of the engine around them. If it agrees with the engine and the
+first does not, the schedule is right and the times are wrong. The machine must be idle: the title
+has the processors that other programs used.
 """
 
 import argparse
@@ -15,18 +20,21 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
+from engine_record import EngineRecord, Factors, OtherPrograms, ScaledCosts
 
 from headrace.async_llm import AsyncLLM
+from headrace.measure.op_profile import median_machine
 from headrace.measure.place import THIS, find_place
 from headrace.measure.placed_model import open_model
 from headrace.measure.table import print_table
 from headrace.parallel.mesh import Mesh
-from headrace.planner.hardware import bandwidth_now
+from headrace.planner.hardware import Machine, measure
 from headrace.sampling_params import SamplingParams
 from headrace.simulator.report import Latencies, Percentiles
-from headrace.simulator.simulate import deploy_at, load_trace
+from headrace.simulator.simulate import Deployment, deploy_at, load_trace
 from headrace.simulator.trace import Conversation, Trace
 
 TRACES = {
@@ -37,9 +45,11 @@ TRACES = {
 """Workloads by name; the second rate is 90 % of the requests per second of the first trace, as
 measured.
 """
-KV_BLOCKS = 2048
+KV_BLOCKS = 1024
 BLOCK_SIZE = 32
 MAX_MODEL_LEN = 4096
+MACHINES = 3
+"""Measurements of the roofs on either side of a trace."""
 
 
 class Requests:
@@ -94,7 +104,10 @@ async def fill(llm: AsyncLLM) -> None:
         await llm.generate({"prompt_token_ids": prompt}, params)
 
 
-def measured(llm: AsyncLLM, trace: Trace) -> dict[str, float]:
+Figures = dict[str, float]
+
+
+def measured(llm: AsyncLLM, trace: Trace) -> Figures:
     requests = Requests(llm)
     asyncio.run(requests.run(trace))
     first, later, total = zip(*requests.rows, strict=True)
@@ -108,7 +121,7 @@ def measured(llm: AsyncLLM, trace: Trace) -> dict[str, float]:
 
 def figures(
     tokens_per_second: float, first: Percentiles, later: Percentiles, total: Percentiles
-) -> dict[str, float]:
+) -> Figures:
     return {
         "output, tokens/s": tokens_per_second,
         "TTFT p50, ms": 1e3 * first.p50,
@@ -120,12 +133,20 @@ def figures(
     }
 
 
-def predicted(model: str, trace: Trace, bandwidth: float) -> dict[str, float]:
-    place = find_place(THIS, Mesh())
-    place = replace(place, machine=replace(place.machine, bandwidth=bandwidth))
-    deployment = deploy_at(
-        place, open_model(model), kv_blocks=KV_BLOCKS, max_model_len=MAX_MODEL_LEN
-    )
+def deployed(model: str, machine: Machine) -> Deployment:
+    """The engine of the measurement on this machine with the roofs of these minutes."""
+    place = replace(find_place(THIS, Mesh()), machine=machine)
+    checkpoint = open_model(model)
+    return deploy_at(place, checkpoint, kv_blocks=KV_BLOCKS, max_model_len=MAX_MODEL_LEN)
+
+
+def scaled(deployment: Deployment, factors: Factors) -> Deployment:
+    """A deployment whose predicted times are multiplied by measured factors."""
+    costs = ScaledCosts(deployment.setup.costs, factors)
+    return replace(deployment, setup=replace(deployment.setup, costs=costs))
+
+
+def simulated(deployment: Deployment, trace: Trace) -> Figures:
     report = deployment.run(trace)
     own: Latencies = report.latencies
     return figures(report.output_tokens_per_second, own.first_token, own.per_token, own.total) | {
@@ -133,15 +154,23 @@ def predicted(model: str, trace: Trace, bandwidth: float) -> dict[str, float]:
     }
 
 
-def show(name: str, real: dict[str, float], found: dict[str, float]) -> None:
+def show(title: str, real: Figures, found: Figures, with_times: Figures) -> None:
     def digits(value: float) -> str:
         return f"{value:,.1%}" if value < 1 else f"{value:,.1f}"
 
     rows = [
-        [figure, digits(real[figure]), digits(found[figure]), error(real[figure], found[figure])]
+        [
+            figure,
+            digits(real[figure]),
+            digits(found[figure]),
+            error(real[figure], found[figure]),
+            digits(with_times[figure]),
+            error(real[figure], with_times[figure]),
+        ]
         for figure in real
     ]
-    print_table(["", ">measured", ">simulated", ">error"], rows, name)
+    headings = ["", ">measured", ">simulated", ">error", ">with measured times", ">error"]
+    print_table(headings, rows, title)
     print()
 
 
@@ -149,26 +178,57 @@ def error(real: float, found: float) -> str:
     return f"{found / real - 1:+.1%}" if real else ""
 
 
+def compare(model: str, name: str) -> dict[str, Any]:
+    """Run a trace, simulate it, and print both."""
+    trace = load_trace(TRACES[name], 0)
+    # A new engine each time, without the prefixes of the trace.
+    with AsyncLLM(model, kv_blocks=KV_BLOCKS, max_model_len=MAX_MODEL_LEN) as llm:
+        asyncio.run(fill(llm))
+        record, machines = EngineRecord(llm), [measure() for _ in range(MACHINES)]
+        others = OtherPrograms()
+        real = measured(llm, trace)
+        here, elsewhere = others.processors()
+        machine = median_machine([*machines, *(measure() for _ in range(MACHINES))])
+    deployment = deployed(model, machine)
+    factors = record.factors(deployment.setup.costs, deployment.setup.kv_bytes)
+    found = simulated(deployment, trace)
+    with_times = simulated(scaled(deployment, factors), trace)
+    title = (
+        f"{name}: {TRACES[name]}\n"
+        f"{machine.bandwidth / 1e9:.1f} GB/s, {machine.rates['int8'] / 1e12:.2f} T/s in int8; "
+        f"other programs use {here:.2f} processors, other machines {elsewhere:.2f}\n"
+        f"Runs take {factors.runs:.2f} times their prediction, and the engine around them "
+        f"{factors.around:.2f} times."
+    )
+    show(title, real, found, with_times)
+    return {
+        "trace": name,
+        "bandwidth": machine.bandwidth,
+        "rates": dict(machine.rates),
+        "factors": factors._asdict(),
+        "other programs": here,
+        "other machines": elsewhere,
+        "measured": real,
+        "simulated": found,
+        "with measured times": with_times,
+    }
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="simulation.py", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="simulation.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--trace", action="append", choices=list(TRACES))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for a line for each trace")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file that gets a line per trace")
     args = parser.parse_args()
-    lines: list[str] = []
     for name in args.trace or TRACES:
-        trace = load_trace(TRACES[name], 0)
-        # A new engine each time, without the prefixes of the trace.
-        with AsyncLLM(args.model, kv_blocks=KV_BLOCKS, max_model_len=MAX_MODEL_LEN) as llm:
-            asyncio.run(fill(llm))
-            before = bandwidth_now()
-            real = measured(llm, trace)
-            bandwidth = (before + bandwidth_now()) / 2
-        found = predicted(args.model, trace, bandwidth)
-        show(f"{name}: {TRACES[name]}, {bandwidth / 1e9:.1f} GB/s", real, found)
-        lines.append(json.dumps({"trace": name, "measured": real, "simulated": found}) + "\n")
-    if args.json:
-        args.json.write_text("".join(lines))
+        line = json.dumps(compare(args.model, name))
+        if args.json:
+            with args.json.open("a") as file:
+                file.write(line + "\n")
 
 
 if __name__ == "__main__":
