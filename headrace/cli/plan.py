@@ -34,6 +34,7 @@ EXAMPLES = """\
   headrace plan ./Llama-3.1-70B/config.json --on a100-80 -tp 4 --why
   headrace plan ./Llama-3.1-8B/config.json --goal "ttft<1s tpot<30ms users=40 context=8k"
   headrace plan smollm2 --on this --goal "throughput users=16 tpot<20ms"
+  headrace plan smollm2 --adapter ./adapters/legal --batch 8
   headrace plan --check
   headrace plan --list"""
 _MAX_RANKS = 1024
@@ -153,6 +154,12 @@ def _add_work(group: argparse._ArgumentGroup) -> None:
         help="draft tokens in a step, and the share of them that is accepted, such as 4:0.7; with "
         "a goal, the most of them (default: no drafts)",
     )
+    group.add_argument(
+        "--adapter",
+        metavar="FILE",
+        help="LoRA adapter that all sequences use: a folder of PEFT or mlx-lm, a GGUF file, or "
+        "hf:ORG/REPO (default: none)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -161,6 +168,11 @@ def run(args: argparse.Namespace) -> int:
     from headrace.measure.table import print_json
 
     modes = mode_options(args)
+    for flag in ("list", "check", "goal"):
+        if args.adapter and getattr(args, flag) not in (None, False):
+            raise RequestError(
+                f"--adapter is for the plan of one configuration; leave it or --{flag} out"
+            )
     if args.list:
         if modes != mode_options():
             raise RequestError("--list shows machines; leave out the lossy modes")
@@ -194,6 +206,7 @@ def run(args: argparse.Namespace) -> int:
         context=args.context,
         draft_depth=depth,
         draft_acceptance=acceptance,
+        adapter=args.adapter,
         **modes,
     )
     if args.svg:
@@ -265,6 +278,7 @@ def _print(found: "Plan", price: float | None) -> None:
     default = int(share * fit.kv_budget) // fit.kv_per_sequence
     memory = {
         "weights": f"{size(fit.weights)} in {found.format}",
+        **({"adapter": f"{size(fit.adapter)} in bf16"} if fit.adapter else {}),
         "runtime": f"about {size(fit.to_run)}",
         "left for KV": size(fit.kv_budget),
         f"a sequence of {fit.context:,} tokens": f"{size(fit.kv_per_sequence)} of KV in "
@@ -377,7 +391,8 @@ def _print_why(found: "Plan") -> None:
                 f"{part.arithmetic * 1e3:.3f} of arithmetic + {part.link * 1e3:.3f} of links"
             )
     print(
-        f"left for KV: {fit.memory:,} - {fit.weights:,} of weights - {fit.to_run:,} of runtime = "
+        f"left for KV: {fit.memory:,} - {fit.weights:,} of weights - {fit.adapter:,} of adapters - "
+        f"{fit.to_run:,} of runtime = "
         f"{fit.kv_budget:,} bytes; / {fit.kv_per_sequence:,} a sequence = {fit.sequences:,}"
     )
     print(

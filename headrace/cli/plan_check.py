@@ -14,7 +14,6 @@ _OTHER_OPTIONS = (
     "tp",
     "pp",
     "format",
-    "kv_dtype",
     "prompt",
     "output",
     "batch",
@@ -39,7 +38,12 @@ def check(args: argparse.Namespace) -> int:
     from headrace.measure.table import print_figures, print_json, print_table
 
     with progress_bar() as on_progress:
-        found = check_plan(args.model, on_progress=on_progress, **mode_options(args))
+        found = check_plan(
+            args.model,
+            kv_dtype=args.kv_dtype or "bf16",
+            on_progress=on_progress,
+            **mode_options(args),
+        )
     if args.json:
         print_json(found.facts())
         return 0

@@ -7,11 +7,20 @@ from headrace.backend.cuda.step_shape import prefill
 from headrace.backend_traits import KvDtype
 from headrace.config import EngineConfig
 from headrace.loader.memory import step_rows
+from headrace.planner.adapter_costs import RANK_TILE
 from headrace.planner.hardware import Machine
+from headrace.program.adapter import LowRank
 from headrace.program.trace import Program
 
 CUDA_CONTEXT_BYTES = 512 << 20
 """Bytes that the driver keeps for a process. An estimate: no GPU was asked for it."""
+
+
+def gpu_low_rank_bytes(matrices: LowRank) -> int:
+    """Bytes of the low-rank matrices for a weight, in bf16 and in whole tiles of ranks."""
+    (rank, cols), rows = matrices.down.shape, len(matrices.up)
+    total: int = 2 * -(-rank // RANK_TILE) * RANK_TILE * (cols + rows)
+    return total
 
 
 def gpu_runtime_bytes(program: Program, machine: Machine, kv_dtype: KvDtype) -> int:

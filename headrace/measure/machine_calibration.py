@@ -13,7 +13,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from headrace.backend import instructions
+from headrace.backend_traits import KvDtype
 from headrace.config import EngineConfig
+from headrace.measure.adapter_time import ADAPTER_BITS, measure_adapter
 from headrace.measure.engine_time import measure_engine
 from headrace.measure.least_squares import fit_factors
 from headrace.measure.op_profile import median_machine
@@ -91,6 +93,8 @@ _SECONDS = 0.03
 _PRODUCT_OVERLAP = 6.0
 """Overlap of memory and arithmetic in products of a CPU."""
 _CONTEXT_FORMATS = ("Q4_0", "BF16")
+_SMALL_KV: Sequence[KvDtype] = ("int8", "int4")
+"""Number formats of KV whose attention is measured next to that over bf16."""
 _FULL_RATE = (1.0, 0.0, 0.0)
 """Least factors of arithmetic, unpacking and writing: no kernel is faster than the roof."""
 _AVX512_ROWS, _OTHER_ROWS = 16, 4
@@ -118,11 +122,12 @@ def calibrate_machine(
 
     `threads` 0 uses all usable cores. Nothing is stored: see `store_calibration`.
     """
-    runs = [(name, format) for format in _FORMATS for name in _SHAPES]
-    turns: dict[tuple[str, str], list[list[_Turn]]] = {}
+    runs = [_Model(name, format) for format in _FORMATS for name in _SHAPES]
+    runs += [_Model(name, "Q4_0", kv_dtype) for kv_dtype in _SMALL_KV for name in _SHAPES]
+    turns: dict[_Model, list[list[_Turn]]] = {}
     for number, run in enumerate(runs * _PASSES):
         on_progress("kernels", number / (len(runs) * _PASSES))
-        measured = _measure(*run, threads)
+        measured = _measure(run, threads)
         known = turns.setdefault(run, [[] for _ in measured])
         for found, more in zip(known, measured, strict=True):
             found += more
@@ -130,18 +135,23 @@ def calibrate_machine(
     products: dict[tuple[str, bool], list[_Seen]] = defaultdict(list)
     others: dict[OpClass, list[_Seen]] = defaultdict(list)
     outside: list[tuple[int, float]] = []
-    for (_, format), steps in turns.items():
+    for model, steps in turns.items():
         # Other programs slow some turns, and make none faster.
         for turn in map(min, steps):
+            classes = list(_account(turn))
+            if model.kv_dtype in _SMALL_KV:
+                others["attention"] += [seen for seen in classes if seen.part == "attention"]
+                continue
             outside.append((len(turn.step.seqs), turn.outside))
-            for seen in _account(turn):
+            for seen in classes:
                 if seen.part in ("linear", "qkv", "head"):
-                    products[format, seen.part != "linear"].append(seen)
+                    products[model.format, seen.part != "linear"].append(seen)
                 else:
                     others[seen.part].append(seen)
 
     on_progress("engine", 0.0)
     table = _fit_table(products, others)
+    table["adapter"] = {ADAPTER_BITS: measure_adapter(_SHAPES["narrow"], threads)}
     source = f"this machine, {date.today().isoformat()} (headrace calibrate --machine)"
     rows = _AVX512_ROWS if instructions("cpu").startswith("avx512") else _OTHER_ROWS
     launch, per_sequence = fit_factors(
@@ -159,6 +169,14 @@ def calibrate_machine(
     )
 
 
+class _Model(NamedTuple):
+    """A random model: its shape, and the number formats of its weights and KV."""
+
+    shape: str
+    format: str
+    kv_dtype: KvDtype = "bf16"
+
+
 class _Turn(NamedTuple):
     """A step's seconds in a turn, as medians, and the machine around it."""
 
@@ -172,16 +190,22 @@ class _Turn(NamedTuple):
     machine: Machine
 
 
-def _measure(name: str, format: str, threads: int) -> list[list[_Turn]]:
-    """Time the steps of a model turn by turn; returns the turns of each step."""
-    checkpoint = random_checkpoint(name, _SHAPES[name], format)
-    config = EngineConfig(backend="cpu", threads=threads)
+def _sizes(model: _Model) -> list[tuple[tuple[int, int], ...]]:
+    """The steps that are measured, by sequence."""
+    if model.kv_dtype in _SMALL_KV:
+        return list(_CONTEXTS)
     sizes = [_SINGLE, *(_SINGLE * seqs for seqs in _BATCHES), *(((0, n),) for n in _PROMPTS)]
-    if format in _CONTEXT_FORMATS:
-        sizes += _CONTEXTS
+    return [*sizes, *(_CONTEXTS if model.format in _CONTEXT_FORMATS else ())]
+
+
+def _measure(model: _Model, threads: int) -> list[list[_Turn]]:
+    """Time the steps of a model turn by turn; returns the turns of each step."""
+    checkpoint = random_checkpoint(model.shape, _SHAPES[model.shape], model.format)
+    config = EngineConfig(backend="cpu", threads=threads, kv_dtype=model.kv_dtype)
+    sizes = _sizes(model)
     steps = [StepSize(seqs, len(seqs), 2.0) for seqs in sizes]
     blocks = max(step_blocks(step, config.traits.kv_block_size) for step in steps)
-    timer = PhaseTimer(name, checkpoint, config, blocks)
+    timer = PhaseTimer(model.shape, checkpoint, config, blocks)
     turns: list[list[_Turn]] = [[] for _ in steps]
     try:
         program = timer.executable.program
@@ -277,19 +301,23 @@ def _fit_table(
             )
     table["head"] = table["qkv"]
 
-    seen = others["attention"]
+    for bits in sorted({seen.bits for seen in others["attention"]}):
+        table["attention"][round(bits, 1)] = _fit_attention(
+            [seen for seen in others["attention"] if seen.bits == bits]
+        )
+    seen = others["rows"]
+    fixed, written = fit_factors([[s.calls, s.written] for s in seen], [s.seconds for s in seen])
+    table["rows"][32.0] = Reach(seconds=fixed, bandwidth=1.0, rate=1.0, written=written)
+    return table
+
+
+def _fit_attention(seen: Sequence[_Seen]) -> Reach:
     fixed, memory, rate, written = fit_factors(
         [[s.calls, s.memory, s.arithmetic, s.written] for s in seen],
         [s.seconds for s in seen],
         (0.0, 1.0, 1.0, 0.0),
     )
-    table["attention"][16.0] = Reach(
-        seconds=fixed, bandwidth=1 / memory, rate=1 / rate, written=written, overlap=1.0
-    )
-    seen = others["rows"]
-    fixed, written = fit_factors([[s.calls, s.written] for s in seen], [s.seconds for s in seen])
-    table["rows"][32.0] = Reach(seconds=fixed, bandwidth=1.0, rate=1.0, written=written)
-    return table
+    return Reach(seconds=fixed, bandwidth=1 / memory, rate=1 / rate, written=written, overlap=1.0)
 
 
 def _fit_single(

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.backend import Executable, compile_program
-from headrace.batch import KvRows, RaggedBatch, StepTimes
+from headrace.batch import KvRows, RaggedBatch, StepTimes, ints
 from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig, KvConfig
 from headrace.errors import HeadraceError
@@ -75,6 +75,8 @@ class PhaseTimer:
         self._block_size = config.traits.kv_block_size
         self._vocab_size = checkpoint.spec.vocab_size
         self._prefix = np.array(_prefix_ids(checkpoint), np.int32)
+        self.adapter: int | None = None
+        """Number of the adapter that all sequences use."""
         kv = KvConfig(
             num_blocks=(blocks,) * self._num_groups,
             block_size=self._block_size,
@@ -147,4 +149,5 @@ class PhaseTimer:
             ancestors=None,
             logit_rows=ends - 1,
             seq_of=np.arange(len(rows), dtype=np.int32),
+            adapters=None if self.adapter is None else ints([self.adapter] * len(rows)),
         )

@@ -4,17 +4,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from headrace.backend import lower_program
+from headrace.backend.cpu.memory import low_rank_bytes
 from headrace.backend_traits import BackendName, KvDtype, traits_of
 from headrace.checkpoint.dummy import dummy_tensors, is_config_only, open_dummy_checkpoint
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.config import EngineConfig
-from headrace.errors import RequestError
+from headrace.errors import RequestError, UnsupportedModelError
 from headrace.loader.drafts import model_program
-from headrace.measure.gpu_memory import gpu_runtime_bytes
+from headrace.measure.gpu_memory import gpu_low_rank_bytes, gpu_runtime_bytes
 from headrace.measure.place import Place
-from headrace.parallel.mesh import Mesh, weights_of
+from headrace.parallel.mesh import Mesh, adapter_share, weights_of
+from headrace.planner.adapter_costs import with_low_rank
 from headrace.planner.fit import RUNTIME_BYTES, Fit
+from headrace.program.adapter import Adapter, low_rank_part
 from headrace.program.kv import KvGroup
 from headrace.program.trace import Program
 from headrace.quant.formats import FORMATS, Format
@@ -58,6 +61,30 @@ def stage_programs(
     return [
         lower_program(backend, share, weights_of(share, checkpoint.tensors)) for share in shares
     ]
+
+
+def with_adapter(
+    programs: Sequence[Program], backend: BackendName, adapter: Adapter
+) -> tuple[list[Program], int]:
+    """Lowered programs of ranks with the costs of an adapter that all rows use, and the bytes of
+    its matrices on the rank that has most.
+
+    Raises UnsupportedModelError for an adapter with weights of its own.
+    """
+    low_rank = low_rank_part(adapter)
+    if own := sorted(adapter.keys() - low_rank.keys()):
+        raise UnsupportedModelError(
+            f"the adapter has a weight of its own ({own[0]}), and a plan counts low-rank matrices "
+            "alone; plan the merged model (headrace convert --merge-adapter)"
+        )
+    on_gpu = traits_of(backend).on_gpu
+    nbytes = gpu_low_rank_bytes if on_gpu else low_rank_bytes
+    shares = [adapter_share(program, low_rank) for program in programs]
+    planned = [
+        with_low_rank(program, share, nbytes, "bf16" if on_gpu else "f32")
+        for program, share in zip(programs, shares, strict=True)
+    ]
+    return planned, max(sum(map(nbytes, share.values())) for share in shares)
 
 
 def largest_fit(programs: Sequence[Program], place: Place, kv_dtype: KvDtype, length: int) -> Fit:

@@ -5,10 +5,13 @@ predicts times.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Self, Unpack
 
 from headrace.backend_traits import KvDtype, check_kv_dtype, traits_of
+from headrace.checkpoint.adapter import read_adapter
 from headrace.checkpoint.load import Checkpoint
+from headrace.checkpoint.source import resolve
 from headrace.errors import MemoryLimitError, RequestError
 from headrace.loader.options import engine_config
 from headrace.measure.options import ModeOptions
@@ -19,6 +22,7 @@ from headrace.measure.placed_model import (
     main_format,
     open_model,
     stage_programs,
+    with_adapter,
 )
 from headrace.measure.run_memory import run_memory, this_process
 from headrace.parallel.mesh import Mesh
@@ -28,6 +32,7 @@ from headrace.planner.memory import RunMemory
 from headrace.planner.money import per_million
 from headrace.planner.step_time import ClassTime, StepTimer
 from headrace.planner.steps import decode_step, prompt_steps, round_seconds
+from headrace.program.adapter import Adapter
 from headrace.program.kv import number_bytes
 from headrace.program.op import StepSize
 from headrace.program.trace import Program
@@ -136,6 +141,7 @@ def plan(
     context: int | None = None,
     draft_depth: int = 0,
     draft_acceptance: float = 0.0,
+    adapter: str | None = None,
     **modes: Unpack[ModeOptions],
 ) -> Plan:
     """Plan a model on a machine.
@@ -154,6 +160,8 @@ def plan(
         context: tokens that each sequence has room for; by default prompt and output.
         draft_depth: draft tokens of each sequence in a step. Finding them counts as free.
         draft_acceptance: probability that the target accepts a draft token.
+        adapter: a folder of PEFT or mlx-lm, a GGUF file, or `hf:ORG/NAME`, with low-rank matrices.
+            All sequences use it.
         modes: lossy options, as in `EngineConfig`.
 
     Raises RequestError for an unknown machine or format, MemoryLimitError if weights do not fit,
@@ -179,6 +187,11 @@ def plan(
     stages = stage_programs(checkpoint, place.backend, place.mesh, config)
     kv_bytes = number_bytes(stages[0].kv_groups, kv_dtype)
     fit = largest_fit(stages, place, kv_dtype, length)
+    matrices = None if adapter is None else read_adapter(resolve(adapter), checkpoint.spec)
+    base = stages
+    if matrices:
+        stages, adapter_bytes = with_adapter(stages, place.backend, matrices)
+        fit = replace(fit, adapter=adapter_bytes)
     _check_fit(fit, place)
 
     timer = StepTimer(stages, place.machine, place.reaches, place.link)
@@ -187,16 +200,9 @@ def plan(
     first_token = sum(map(timer.seconds, prompt_steps(workload.prompt, chunk, kv_bytes)))
     first_token += timer.request_seconds
 
-    steps = [
-        decode_step(workload.depth, batch, kv_bytes, rows, place.mesh.pipeline)
-        for rows in range(1, workload.draft_depth + 2)
-    ]
-    decode = Times.of(timer, steps[0])
-    per_token, draft = round_seconds(decode.stages, batch), None
-    if workload.draft_depth:
-        targets = [round_seconds(timer.stage_seconds(step), batch) for step in steps]
-        draft = gain(workload.draft_acceptance, workload.draft_depth, Costs(targets, 0.0))
-        per_token /= draft.speedup
+    decode = Times.of(timer, _decode_step(workload, place, kv_bytes))
+    draft = _draft_gain(timer, workload, place, kv_bytes) if draft_depth else None
+    per_token = round_seconds(decode.stages, batch) / (draft.speedup if draft else 1.0)
     return Plan(
         model=checkpoint.spec.name,
         lossy=config.lossy,
@@ -205,7 +211,7 @@ def plan(
         place=place,
         workload=workload,
         fit=fit,
-        run_memory=_run_memory(checkpoint, stages[0], place, workload, kv_dtype),
+        run_memory=_run_memory(checkpoint, base[0], place, workload, kv_dtype, matrices),
         prefill=prefill,
         decode=decode,
         first_token=first_token,
@@ -216,6 +222,18 @@ def plan(
         timer=timer,
         kv_bytes=kv_bytes,
     )
+
+
+def _decode_step(work: Workload, place: Place, kv_bytes: float, rows: int = 1) -> StepSize:
+    return decode_step(work.depth, work.batch, kv_bytes, rows, place.mesh.pipeline)
+
+
+def _draft_gain(timer: StepTimer, work: Workload, place: Place, kv_bytes: float) -> Gain:
+    targets = [
+        round_seconds(timer.stage_seconds(_decode_step(work, place, kv_bytes, rows)), work.batch)
+        for rows in range(1, work.draft_depth + 2)
+    ]
+    return gain(work.draft_acceptance, work.draft_depth, Costs(targets, 0.0))
 
 
 def _check_fit(fit: Fit, place: Place) -> None:
@@ -234,6 +252,7 @@ def _run_memory(
     place: Place,
     workload: Workload,
     kv_dtype: KvDtype,
+    adapter: Adapter | None,
 ) -> RunMemory | None:
     """Resident bytes of the requests on one CPU; None for GPUs and ranks."""
     if traits_of(place.backend).on_gpu or place.mesh.ranks > 1:
@@ -247,6 +266,7 @@ def _run_memory(
         output=workload.output,
         batch=workload.batch,
         memory=place.memory,
+        adapter=adapter,
     )
 
 
@@ -264,6 +284,7 @@ def plan_facts(found: Plan, price: float | None = None) -> dict[str, Any]:
         "pipeline_parallel_size": place.mesh.pipeline,
         "memory": fit.memory,
         "weights": fit.weights,
+        "adapter": fit.adapter,
         "runtime": fit.to_run,
         "kv_per_sequence": fit.kv_per_sequence,
         "context": fit.context,

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple, Unpack
 
+from headrace.backend_traits import KvDtype
 from headrace.checkpoint.load import Checkpoint
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import LOSSY_FILES, LOSSY_OPTIONS, EngineConfig
@@ -111,6 +112,7 @@ class _Case:
 def check_plan(
     model: str | None = None,
     *,
+    kv_dtype: KvDtype = "bf16",
     requests: bool = True,
     on_progress: ProgressCallback = ignore_progress,
     **modes: Unpack[ModeOptions],
@@ -126,7 +128,7 @@ def check_plan(
     reaches = cpu_reaches()
     machines: list[Machine] = []
     points: list[Point] = []
-    config = engine_config({**modes, "backend": "cpu"})
+    config = engine_config({**modes, "backend": "cpu", "kv_dtype": kv_dtype})
     if model is None:
         for option in LOSSY_FILES:
             if getattr(config, option):
@@ -260,7 +262,7 @@ def _measure_requests(case: _Case, reaches: Reaches) -> _Measured:
     machines = [hardware.measure()]
     starts: list[list[_Turn]] = [[] for _ in case.requests]
     betweens: list[list[_Turn]] = [[] for _ in case.requests]
-    modes = {name: getattr(case.config, name) for name in LOSSY_OPTIONS}
+    modes = {name: getattr(case.config, name) for name in (*LOSSY_OPTIONS, "kv_dtype")}
     with RandomBench(case.checkpoint, case.tokenizer, case.requests, modes=modes) as bench:
         max_rows, kv_bytes = bench.max_rows, number_bytes(programs[0].kv_groups, bench.kv_format)
         for request in case.requests:

@@ -49,6 +49,7 @@ def memory_parts(found: Plan) -> list[MemoryPart]:
     fit = found.fit
     return [
         MemoryPart("weights", fit.weights),
+        *([MemoryPart("adapter", fit.adapter)] if fit.adapter else []),
         MemoryPart("KV", found.workload.batch * fit.kv_per_sequence),
         MemoryPart("runtime", fit.to_run),
     ]

@@ -21,7 +21,7 @@ from headrace.measure.tiny_model import write_tiny_model
 class RandomBench(Bench):
     """An engine on this CPU for requests (number, prompt tokens, output tokens).
 
-    `modes`: lossy options.
+    `modes`: lossy options, and the format of KV.
 
     `run_seconds` counts the time of the executable's runs; the rest of a run is the engine's.
     """

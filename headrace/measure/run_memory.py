@@ -55,7 +55,7 @@ def run_memory(
     )
     low_rank = low_rank_part(adapter) if adapter else {}
     return RunMemory(
-        weights=resident_weights(program) + low_rank_bytes(low_rank),
+        weights=resident_weights(program) + sum(map(low_rank_bytes, low_rank.values())),
         kv_groups=used_kv(
             program.kv_groups,
             kv_dtype,

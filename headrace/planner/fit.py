@@ -15,11 +15,13 @@ class Fit:
     context: int
     to_run: int = RUNTIME_BYTES
     """Bytes of the engine."""
+    adapter: int = 0
+    """Bytes of an adapter."""
 
     @property
     def kv_budget(self) -> int:
         """Bytes that remain for KV."""
-        return max(0, self.memory - self.weights - self.to_run)
+        return max(0, self.memory - self.weights - self.adapter - self.to_run)
 
     @property
     def tokens(self) -> int:

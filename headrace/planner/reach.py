@@ -11,13 +11,19 @@ from math import ceil, inf
 from pathlib import Path
 from typing import Any, Literal
 
+from headrace.planner.adapter_costs import LowRankProducts
 from headrace.program.moe import Experts
 from headrace.program.op import Op, StepSize
 from headrace.program.ops import Attention, QkvRopeWrite
 from headrace.record import frozen
 
-OpClass = Literal["linear", "qkv", "head", "attention", "experts", "rows"]
-_ALIKE: Mapping[OpClass, OpClass] = {"experts": "linear", "head": "linear", "qkv": "linear"}
+OpClass = Literal["linear", "qkv", "head", "attention", "experts", "adapter", "rows"]
+_ALIKE: Mapping[OpClass, OpClass] = {
+    "experts": "linear",
+    "head": "linear",
+    "qkv": "linear",
+    "adapter": "linear",
+}
 """The class whose entries serve a class without its own."""
 
 
@@ -118,6 +124,8 @@ def class_of(op: Op) -> OpClass:
         return "qkv"
     if isinstance(op, Experts):
         return "experts"
+    if isinstance(op, LowRankProducts):
+        return "adapter"
     if not is_product(op):
         return "rows"
     out = op.output()

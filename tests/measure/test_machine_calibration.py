@@ -2,7 +2,7 @@ from itertools import product
 
 import pytest
 
-from headrace.measure import machine_calibration
+from headrace.measure import adapter_time, machine_calibration
 from headrace.measure.least_squares import fit_factors
 from headrace.measure.machine_calibration import _Seen
 from headrace.planner.hardware import Machine
@@ -50,6 +50,7 @@ def test_known_factors_are_found() -> None:
 
 def test_a_calibration_of_tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 1, "num_key_value_heads": 1}
     small = machine_calibration._SHAPES["narrow"] | sizes | {"vocab_size": 256}
     monkeypatch.setattr(machine_calibration, "_SHAPES", {"narrow": small, "wide": small})
     monkeypatch.setattr(machine_calibration, "_FORMATS", ("Q4_0", "BF16"))
@@ -64,7 +65,13 @@ def test_a_calibration_of_tiny_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         machine_calibration, "measure_process", lambda: ProcessMemory(base=1, per_token=1.0)
     )
+    monkeypatch.setattr(adapter_time, "_TURNS", 1)
+    monkeypatch.setattr(adapter_time, "_SECONDS", 0.0)
     found = machine_calibration.calibrate_machine()
     assert found.reaches.host.request == 1e-4 and found.process.base == 1
-    assert {"linear", "qkv", "head", "attention", "rows"} == found.reaches.table.keys()
-    assert sorted(found.reaches.table["linear"]) == [4.5, 16.0]
+    table = found.reaches.table
+    assert {"linear", "qkv", "head", "attention", "adapter", "rows"} == table.keys()
+    assert sorted(table["linear"]) == [4.5, 16.0]
+    # Over int4 and int8, a head of 64 numbers has a scale.
+    assert sorted(table["attention"]) == [4.5, 8.5, 16.0]
+    assert list(table["adapter"]) == [16.0]

@@ -5,7 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from headrace.backend import lower_program
 from headrace.cli.main import main
@@ -14,9 +16,11 @@ from headrace.measure.placed_model import open_model, stage_programs
 from headrace.measure.plan import plan, plan_facts
 from headrace.model import trace_model
 from headrace.parallel.mesh import Mesh, weights_of
+from headrace.planner.adapter_costs import LowRankProducts
 from headrace.planner.calibration import Calibration
 from headrace.planner.memory import ProcessMemory
 from headrace.planner.reach import HostTime, known_reaches
+from headrace.program.op import StepSize
 from tests.planner.models import (
     LLAMA_2_7B_CONFIG,
     LLAMA_8B_CONFIG,
@@ -74,6 +78,66 @@ def test_plan_of_a_lossy_mode(llama_8b: str) -> None:
     assert window.per_token < 0.8 * full.per_token
     assert plan_facts(window)["lossy"] == window.lossy
     assert main(["plan", llama_8b, "--attention-window", "8", "--list"]) == 2
+
+
+def write_adapter(folder: Path, rank: int = 8) -> str:
+    """A PEFT adapter of queries and outputs of an 8B model's first two layers."""
+    ones = np.ones((rank, 4096), np.float32)
+    save_file(
+        {
+            f"base_model.model.model.layers.{layer}.self_attn.{part}_proj.lora_{half}.weight": (
+                ones if half == "A" else np.ascontiguousarray(ones.T)
+            )
+            for layer in range(2)
+            for part in "qo"
+            for half in "AB"
+        },
+        folder / "adapter_model.safetensors",
+    )
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 16}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    return str(folder)
+
+
+def test_bytes_and_time_of_an_adapter(llama_8b: str, tmp_path: Path) -> None:
+    """Four pairs of matrices [8, 4096] and [4096, 8]: both backends take tiles of 16 ranks."""
+    adapter = write_adapter(tmp_path)
+    for machine, down_ranks, up_ranks in (("h100-sxm", 16, 16), ("zen4-server", 16, 8)):
+        base = plan(llama_8b, on=machine, batch=4)
+        found = plan(llama_8b, on=machine, batch=4, adapter=adapter)
+        nbytes = 4 * 2 * 4096 * (down_ranks + up_ranks)
+        assert (found.fit.adapter, base.fit.adapter) == (nbytes, 0)
+        assert base.fit.kv_budget - found.fit.kv_budget == nbytes
+        assert found.fit.weights == base.fit.weights and found.per_token > base.per_token
+        (part,) = (part for part in found.decode.parts if part.part == "adapter")
+        assert part.calls == 4 and plan_facts(found)["adapter"] == nbytes
+    # Both matrices of a pair are read, and the first product takes 16 ranks.
+    (op, *others) = (op for op in found.stages[0].ops if isinstance(op, LowRankProducts))
+    step = StepSize(((576, 1),) * 4, 4, 2.0)
+    assert len(others) == 3 and op.bytes(step) == nbytes // 4
+    assert op.flops(step) == 2 * 4 * (16 + 8) * 4096
+
+
+def test_ranks_have_shares_of_an_adapter(llama_8b: str, tmp_path: Path) -> None:
+    """Two ranks divide the rows of queries; rows of outputs stay whole."""
+    adapter = write_adapter(tmp_path)
+    one = plan(llama_8b, on="h100-sxm", adapter=adapter).fit.adapter
+    two = plan(llama_8b, on="h100-sxm", adapter=adapter, tensor=2).fit.adapter
+    assert one / 2 < two < one
+
+
+def test_an_adapter_that_a_plan_cannot_count(
+    llama_8b: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = write_adapter(tmp_path)
+    assert main(["plan", llama_8b, "--adapter", adapter, "--goal", "users=2"]) == 2
+    assert "--adapter is for the plan of one configuration" in capsys.readouterr().err
+    norms = {"base_model.model.model.norm.weight": np.ones(4096, np.float32)}
+    save_file(norms, tmp_path / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": 8, "modules_to_save": ["norm"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    assert main(["plan", llama_8b, "--adapter", adapter, "--on", "l4"]) == 3
+    assert "a weight of its own" in capsys.readouterr().err
 
 
 def test_stages_of_a_pipeline_take_turns(llama_8b: str) -> None:

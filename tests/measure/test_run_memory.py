@@ -122,7 +122,7 @@ def test_memory_of_a_run() -> None:
 
 def test_low_rank_matrices_have_whole_tiles() -> None:
     down, up = np.zeros((20, 33), np.float32), np.zeros((40, 20), np.float32)
-    assert low_rank_bytes({"w": LowRank(down, up, 1.0)}) == 2 * (32 * 34 + 48 * 20)
+    assert low_rank_bytes(LowRank(down, up, 1.0)) == 2 * (32 * 34 + 48 * 20)
 
 
 def test_steps_of_a_batch_of_prompts() -> None:

@@ -208,11 +208,9 @@ def _form_bytes(form: _Form, columns: int) -> int:
             return 4 * columns
 
 
-def low_rank_bytes(matrices: Mapping[str, LowRank]) -> int:
-    """Bytes of the low-rank matrices of an adapter, in bf16 (`csrc/adapters.h`)."""
-    total = 0
-    for down, up, _ in matrices.values():
-        rank, cols = down.shape
-        rank_tiles, row_tiles = -(-rank // _TILE_ROWS), -(-len(up) // _TILE_ROWS)
-        total += 2 * _TILE_ROWS * (rank_tiles * (cols + cols % 2) + row_tiles * rank)
+def low_rank_bytes(matrices: LowRank) -> int:
+    """Bytes of the low-rank matrices for a weight, in bf16 (`csrc/adapters.h`)."""
+    (rank, cols), rows = matrices.down.shape, len(matrices.up)
+    rank_tiles, row_tiles = -(-rank // _TILE_ROWS), -(-rows // _TILE_ROWS)
+    total: int = 2 * _TILE_ROWS * (rank_tiles * (cols + cols % 2) + row_tiles * rank)
     return total
