@@ -1,7 +1,6 @@
-"""Acceptance of drafts from earlier text: the initial `ProposerTraits.acceptance` of `ngram` and
-`online`.
+"""Acceptance of drafts from earlier text: the initial `ProposerTraits.acceptance` of `suffix`.
 
-Each proposer observes the outputs of plain decoding for the prompts of `speculation.py`, token by
+The proposer observes the outputs of plain decoding for the prompts of `speculation.py`, token by
 token. A draft is right if its first token is the next token of the output.
 """
 
@@ -13,13 +12,12 @@ from dataclasses import dataclass
 from speculation_texts import WORKLOADS, prompts
 
 from headrace import LLM, SamplingParams
-from headrace.speculation.proposers.ngram import NgramProposer
-from headrace.speculation.proposers.online import OnlineProposer
+from headrace.speculation.proposers.suffix import SuffixProposer
 
 
 @dataclass(eq=False)
 class Recorded:
-    """The part of a sequence that these proposers read."""
+    """The part of a sequence that the proposer reads."""
 
     seq_id: tuple[int, int]
     known: list[int]
@@ -53,23 +51,21 @@ def main() -> None:
     if args.quick:
         args.answers, args.max_tokens = 1, 8
     found = answers(args)
-    print(f"{'proposer':10}{'confidence':>11}{'drafts':>9}{'right':>8}")
-    for name, proposer in (("ngram", NgramProposer(16)), ("online", OnlineProposer(16))):
-        drafts, right = Counter[int](), Counter[int]()
-        for number, (prompt, output) in enumerate(found):
-            seq = Recorded((number, 0), list(prompt), len(prompt))
-            for token in output:
-                (draft,) = proposer.propose([seq], [proposer.traits.max_nodes])
-                if draft.tokens:
-                    drafts[draft.confidence] += 1
-                    right[draft.confidence] += draft.tokens[0] == token
-                seq.known.append(token)
-            del seq  # which ends it for the proposer
-        for confidence in sorted(drafts):
-            print(
-                f"{name:10}{confidence:>11}{drafts[confidence]:>9,}"
-                f"{right[confidence] / drafts[confidence]:>8.2f}"
-            )
+    print(f"{'confidence':>10}{'drafts':>9}{'right':>8}")
+    proposer = SuffixProposer(16)
+    drafts, right = Counter[int](), Counter[int]()
+    for number, (prompt, output) in enumerate(found):
+        seq = Recorded((number, 0), list(prompt), len(prompt))
+        for token in output:
+            (draft,) = proposer.propose([seq], [proposer.traits.max_nodes])
+            if draft.tokens:
+                drafts[draft.confidence] += 1
+                right[draft.confidence] += draft.tokens[0] == token
+            seq.known.append(token)
+        del seq  # which ends it for the proposer
+    for confidence in sorted(drafts):
+        share = right[confidence] / drafts[confidence]
+        print(f"{confidence:>10}{drafts[confidence]:>9,}{share:>8.2f}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from headrace.outputs import RequestOutput
 from headrace.speculation.manager import SpeculationManager
 from headrace.speculation.proposers import METHODS, REQUIRED_OPTIONS, DraftModels, enabled_methods
 
-WAYS = ("off", "again", "ngram", "lookahead", "jacobi", "online", "auto")
+WAYS = ("off", "again", "suffix", "lookahead", "jacobi", "auto")
 TWIN = "again"
 """Plain decoding once more: the distance of its ratio from 1 is the noise of all ratios."""
 TOKENS_OF_SEQUENCE = 512

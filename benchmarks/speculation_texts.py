@@ -1,4 +1,4 @@
-"""Conversations for `speculation.py`: four kinds of work, each with any number of different
+"""Conversations for `speculation.py`: six kinds of work, each with any number of different
 variants.
 """
 
@@ -123,11 +123,41 @@ def chat(rng: random.Random) -> str:
     )
 
 
+def summary(rng: random.Random) -> str:
+    """The answer is new, with words and phrases of a document."""
+    document = copy(rng).split("\n\n", 1)[1]
+    return f"Summarise this text in {rng.randint(2, 4)} sentences.\n\n{document}"
+
+
+def agent(rng: random.Random) -> str:
+    """The answer is the next of few calls of an agent, which repeats its instructions."""
+    river, place = rng.choice(_RIVERS[:3]), rng.choice(_PLACES[:3])
+    task = rng.choice(
+        [
+            f"Find the present level of the river {river} at {place}.",
+            f"Warn the people of {place} of a flood of the river {river}.",
+            f"Write a report on the river {river} and send it to the office in {place}.",
+        ]
+    )
+    return f"""You are an agent of the water board. You have three tools:
+
+1. read_gauge(river, station): the present level in centimetres.
+2. send_message(recipient, subject, body): sends a message.
+3. write_report(title, river, sections): writes a report.
+
+Answer with a plan as a numbered list, then with the calls as JSON, one object for each call:
+{{"tool": "read_gauge", "arguments": {{"river": "Ashe", "station": "Split"}}}}
+
+Task: {task}"""
+
+
 WORKLOADS: dict[str, Callable[[random.Random], str]] = {
     "copy": copy,
     "edit": edit,
     "transform": transform,
     "chat": chat,
+    "summary": summary,
+    "agent": agent,
 }
 
 

@@ -29,6 +29,7 @@ void bind_gpu(nanobind::module_& m);
 void bind_ops(nanobind::class_<Plan>& plan);
 void bind_sampler(nanobind::module_& m);
 void bind_strings(nanobind::module_& m);
+void bind_suffix(nanobind::module_& m);
 void bind_weights(nanobind::module_& m);
 
 }  // namespace headrace

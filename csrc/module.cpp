@@ -14,5 +14,6 @@ NB_MODULE(_native, m) {
   headrace::bind_plan(m);
   headrace::bind_sampler(m);
   headrace::bind_strings(m);
+  headrace::bind_suffix(m);
   headrace::bind_gpu(m);
 }

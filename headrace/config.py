@@ -190,17 +190,15 @@ class EngineConfig:
     proposer: Literal[
         "off",
         "auto",
-        "ngram",
+        "suffix",
         "jacobi",
         "lookahead",
-        "online",
         "draft_model",
         "self_draft",
         "medusa",
     ] = "off"
-    """Source of draft tokens (speculative decoding). `auto`: the n-gram index, the
-    online table, and each of `draft_model`, `self_draft` and `medusa` that is
-    configured.
+    """Source of draft tokens (speculative decoding). `auto`: the suffix tree, and
+    each of `draft_model`, `self_draft` and `medusa` that is configured.
     """
     max_draft_tokens: int = 16
     """Maximum draft tokens per sequence and step."""

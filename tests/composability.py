@@ -33,8 +33,7 @@ class Method:
 
 
 TITLES = {
-    "ngram": "n-gram",
-    "online": "online table",
+    "suffix": "suffix tree",
     "jacobi": "Jacobi",
     "lookahead": "lookahead",
     "auto": "auto",
@@ -216,7 +215,7 @@ SOME_METHODS: list[Case] = [
     (*_named("greedy", "logprobs", "chunked prefill", "prefix cache"), INT4_KV, ADAPTERS, RANKS),
     (*_named("sampled", "grammar", "n = 4"), ADAPTERS, STATIC, SEARCH),
 ]
-SOME = ["n-gram", "auto with all of these"]
+SOME = ["suffix tree", "auto with all of these"]
 """Methods that stand for the others: tokens without a model, and all models."""
 
 REFUSED = {("listed layers", "early exit"), ("listed layers", "all lossy options")}

@@ -109,7 +109,7 @@ def test_every_scenario_of_the_soak_is_in_the_whole() -> None:
 
 @pytest.mark.parametrize(
     ("program", "line"),
-    [("first_answers", r"run +quote +[\d.]+ "), ("acceptance", r"ngram +0 +\d+ +[\d.]+\n")],
+    [("first_answers", r"run +quote +[\d.]+ "), ("acceptance", r"\n +\d+ +\d+ +[\d.]+\n")],
 )
 def test_benchmarks_of_drafts_run(program: str, line: str) -> None:
     result = subprocess.run(

@@ -181,7 +181,7 @@ class TestTheHouse:
 
     def test_proposers_are_named_so(self) -> None:
         proposers = [name for f in PROPOSER_FILES for name in proposer_classes(f)]
-        assert "NgramProposer" in proposers and len(proposers) >= 7
+        assert "SuffixProposer" in proposers and len(proposers) >= 7
         assert not [name for name in proposers if not name.endswith("Proposer")]
 
     def test_proposers_are_in_one_folder(self) -> None:
@@ -234,14 +234,14 @@ class TestImports:
         """They may share files that hold none."""
         files = [f for f in PROPOSER_FILES if f.name != "__init__.py"]
         proposers = {f"speculation.proposers.{f.stem}" for f in files if proposer_classes(f)}
-        assert "speculation.proposers.ngram" in proposers and len(proposers) >= 7
+        assert "speculation.proposers.suffix" in proposers and len(proposers) >= 7
         assert proposers <= own_imports(PACKAGE / "speculation/proposers/__init__.py")
         assert not [name_of(f) for f in files if own_imports(f) & proposers]
 
     def test_the_engine_names_no_proposer_and_no_backend(self) -> None:
         proposers = {f.stem for f in PROPOSER_FILES if proposer_classes(f)}
         backends = {f.parent.name for f in (PACKAGE / "backend").glob("*/__init__.py")}
-        assert {"ngram", "draft_model"} <= proposers
+        assert {"suffix", "draft_model"} <= proposers
         assert {"cpu", "cuda", "reference"} <= backends
         others = proposers | backends
         files = sorted((PACKAGE / "engine").rglob("*.py"))

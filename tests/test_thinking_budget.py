@@ -82,7 +82,7 @@ def test_same_tokens_in_a_batch_and_with_speculation(llm: LLM, model: str) -> No
     expected = [[output.token_ids for output in result.outputs] for result in alone]
     together = llm.generate(prompts, params)
     assert [[output.token_ids for output in result.outputs] for result in together] == expected
-    options: dict[str, Any] = {"proposer": "ngram", "adaptive_speculation": False}
+    options: dict[str, Any] = {"proposer": "suffix", "adaptive_speculation": False}
     with LLM(model, threads=1, kv_blocks=64, **options) as drafting:
         drafted = drafting.generate(prompts, params)
     assert [[output.token_ids for output in result.outputs] for result in drafted] == expected

@@ -58,7 +58,7 @@ def _run_model(rng: random.Random, folder: Path, counts: Counter[str], deadline:
         "max_num_seqs": rng.choice([2, 4, 8]),
         "max_num_batched_tokens": rng.choice([16, 40, 512]),
         "chunked_prefill_size": rng.choice([4, 16, 0]),
-        "proposer": rng.choice(["off", "ngram", "auto", "lookahead"]),
+        "proposer": rng.choice(["off", "suffix", "auto", "lookahead"]),
         "adaptive_speculation": rng.random() < 0.5,
         "prefix_cache": rng.random() < 0.8,
     }

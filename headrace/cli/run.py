@@ -165,7 +165,7 @@ def _add_speculation(group: Arguments) -> None:
         group,
         "proposer",
         "NAME",
-        "source of draft tokens: auto, off, ngram, online, jacobi, lookahead, draft_model, "
+        "source of draft tokens: auto, off, suffix, jacobi, lookahead, draft_model, "
         "self_draft or medusa",
     )
     _add(group, "max_draft_tokens", "N", "maximum draft tokens in a step", int)

@@ -26,7 +26,7 @@ def check_vocabulary(option: str, name: str, draft: Checkpoint, tokenizer: Token
             raise RequestError(
                 f"{option} '{name}' has another vocabulary: its token {token:,} is {drafted!r}, "
                 f"in the model {own!r}; choose a smaller model with the tokenizer of this one, or "
-                "the proposer ngram, which needs no model"
+                "the proposer suffix, which needs no model"
             )
 
 

@@ -21,7 +21,7 @@ from headrace.engine.engine import SCHEDULERS
 from headrace.errors import RequestError
 from headrace.loader.kv_size import MAX_BLOCKS
 from headrace.loader.layers import layer_choice
-from headrace.speculation.proposers import PROPOSERS, check_speculation
+from headrace.speculation.proposers import PROPOSERS, check_replaced, check_speculation
 from headrace.validation import check_names, integer, number
 
 _INTEGERS = {  # option: (min, max)
@@ -142,6 +142,8 @@ def _checked(name: str, value: Any) -> Any:
         return integer(name, value, *_INTEGERS[name])
     if name in _NUMBERS:
         return number(name, value, 0.0, _NUMBERS[name])
+    if name == "proposer":
+        check_replaced(value)
     if name in _CHOICES and value not in _CHOICES[name]:
         raise RequestError(f"{name} must be one of {', '.join(_CHOICES[name])}, not {value!r}")
     if name == "pipeline_layers":

@@ -12,7 +12,7 @@ from headrace.batch import NO_DRAFT, Commit, DraftTree
 from headrace.logit_ops import StepResult
 from headrace.proposer import Proposer, SequenceView
 
-MAX_CONFIDENCE = 7
+MAX_CONFIDENCE = 31
 
 
 class Guard:

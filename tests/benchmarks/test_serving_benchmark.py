@@ -73,11 +73,11 @@ def test_serving_pauses(run: TokenRun) -> None:
         "--set",
         "max_num_batched_tokens=64",
         "--set",
-        "max_num_batched_tokens=32,proposer=ngram",
+        "max_num_batched_tokens=32,proposer=suffix",
     )
     assert [row["config"] for row in rows] == [
         "max_num_batched_tokens=64",
-        "max_num_batched_tokens=32, proposer=ngram",
+        "max_num_batched_tokens=32, proposer=suffix",
     ]
     for row in rows:
         assert (

@@ -26,7 +26,7 @@ def test_speculation_benchmark(tmp_path: Path) -> None:
     ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     result = subprocess.run(
-        [*command, "--methods", "ngram,auto"],
+        [*command, "--methods", "suffix,auto"],
         capture_output=True,
         text=True,
         env=environment,
@@ -36,7 +36,7 @@ def test_speculation_benchmark(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     keys = [(line["workload"], line["batch"], line["method"]) for line in lines]
     assert keys == [
-        (w, b, m) for w in ("copy", "chat") for b in (1, 2) for m in ("off", "ngram", "auto")
+        (w, b, m) for w in ("copy", "chat") for b in (1, 2) for m in ("off", "suffix", "auto")
     ]
     assert len(result.stdout.splitlines()) == 1 + len(lines)
     for line in lines:

@@ -83,7 +83,7 @@ class TestRun:
             "--seed",
             "5",
             "--proposer",
-            "ngram",
+            "suffix",
             "--no-adaptive-speculation",
             "--max-draft-tokens",
             "5",
@@ -183,7 +183,7 @@ class TestRunErrors:
             (("--threads", "-1"), "threads"),
             (("--proposer", "ngrams"), "proposer must be one of"),
             (
-                ("--proposer", "ngram", "--max-draft-tokens", "0"),
+                ("--proposer", "suffix", "--max-draft-tokens", "0"),
                 "max_draft_tokens must be a whole number from 1",
             ),
             (("--proposer", "draft_model"), "needs a smaller model with the same vocabulary"),
@@ -196,7 +196,7 @@ class TestRunErrors:
                 "draft_layers is 30, but must be 1 to 29",
             ),
             (
-                ("--acceptance-method", "rejection", "--proposer", "ngram"),
+                ("--acceptance-method", "rejection", "--proposer", "suffix"),
                 "acceptance_method 'rejection' needs chains that a model has sampled",
             ),
         ],

@@ -19,7 +19,7 @@ from tests.tiny import tiny_model
 SPEC, TENSORS = tiny_model(0, format="Q4_0", dim=64)
 CONFIG = EngineConfig(backend="cpu")
 MACHINE = Machine("Zen 4", "avx512", 2, 36e9, {"int8": 940e9, "bf16": 470e9, "f32": 235e9})
-DRAFTS = {"ngram": DraftStats(10, 60, 50)}
+DRAFTS = {"suffix": DraftStats(10, 60, 50)}
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_response_of_one_step_has_no_speed(
     monkeypatch: pytest.MonkeyPatch, machine: SimpleNamespace
 ) -> None:
     assert closing_line(monkeypatch, answer(1, 0.0)) == "[20 in, 2,000 tok/s · 1 out]"
-    quoted = answer(5, 1e-6, drafts={"ngram": DraftStats(1, 4, 4)})
+    quoted = answer(5, 1e-6, drafts={"suffix": DraftStats(1, 4, 4)})
     assert (
         closing_line(monkeypatch, quoted) == "[20 in, 2,000 tok/s · 5 out · 4 accepted from drafts]"
     )

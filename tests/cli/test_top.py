@@ -142,7 +142,7 @@ WRONG = (
     ('"rows_per_second": 0.0', '"rows_per_second": NaN'),
     ('"kv": [[', '"kv": [["x", '),
     ('"kv": [[', '"kv": 5, "x": [['),
-    ('"drafts": {', '"drafts": {"ngram": [1, 2, "3", 4], '),
+    ('"drafts": {', '"drafts": {"suffix": [1, 2, "3", 4], '),
     ('"expert_loads": [', '"expert_loads": [3, '),
     ('"expert_loads": [', '"expert_loads": [[1, -1], '),
     ('"max_num_seqs": 64', '"max_num_seqs": "many"'),

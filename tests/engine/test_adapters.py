@@ -125,7 +125,7 @@ def test_adapters_in_one_batch_give_the_tokens_of_separate_runs(
     stagger: int,
     **config: Any,
 ) -> None:
-    proposer = RandomTrees(0, VOCAB, {}, max_nodes=9) if drafts else "ngram"
+    proposer = RandomTrees(0, VOCAB, {}, max_nodes=9) if drafts else "suffix"
     engine = engine_with(
         tiny_engine(
             model(which), backend, proposer=proposer, eos_ids=EOS, kv_dtype=kv_dtype, **config

@@ -18,7 +18,7 @@ from headrace.engine.engine import Engine
 from headrace.errors import NonFiniteLogitsError, RequestError
 from headrace.outputs import RequestOutput
 from headrace.sampling_params import SamplingParams
-from headrace.speculation.proposers.ngram import NgramProposer
+from headrace.speculation.proposers.suffix import SuffixProposer
 from tests.acceptors.beam_twin import Beam, beam_search
 from tests.backend.batches import Sequence, batch_of
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine, toy_logits
@@ -110,7 +110,7 @@ def test_beam_search_matches_a_naive_search(
     engine = toy_engine(
         num_blocks=max(needed) + num_blocks,
         block_size=block_size,
-        proposer=NgramProposer(16),
+        proposer=SuffixProposer(16),
         **config,
     )
     ids, updates = [], []
@@ -304,7 +304,7 @@ def test_prompt_logprobs_of_a_beam_search() -> None:
 def test_drafts_do_not_change_a_beam_search() -> None:
     params = SamplingParams(beam_width=3, max_tokens=12)
     plain = SamplingParams(temperature=0, max_tokens=20)
-    engine = toy_engine(proposer=NgramProposer(16))
+    engine = toy_engine(proposer=SuffixProposer(16))
     searched, _ = run_all(engine, [([1, 2] * 4, params), ([1, 2] * 4, plain)])
     agree(searched, toy_search([1, 2] * 4, params), params)
     assert engine.stats().drafted > 0

@@ -64,7 +64,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "in pieces": {"max_num_batched_tokens": 7, "chunked_prefill_size": 3},
     "multi-step decoding": {"multi_step_ms": 1e6},
     "late": {"late": True},
-    "n-gram": {"proposer": "ngram"},
+    "suffix tree": {"proposer": "suffix"},
     "auto": {"proposer": "auto", "adaptive_speculation": True},
     "draft model": {"how": "draft_model", "depth": 3},
     "EAGLE-3 drafter": {"how": "draft_model", "drafted_tokens": 30, "depth": 3},

@@ -380,7 +380,7 @@ HOW: dict[str, dict[str, Any]] = {
     "late results": {"late": True, "multi_step_ms": 1e6},
     "preemption": {"slots": 400, "max_num_batched_tokens": 40},
     "static": {"batching": "static", "slots": 1400},
-    "n-grams": {"proposer": "ngram"},
+    "suffix tree": {"proposer": "suffix"},
     "draft model": {
         "how": "draft_model",
         "draft": tiny_model(3, dim=64, layers=5, window=(40, 9), context=512),
@@ -411,7 +411,7 @@ def test_released_blocks_are_never_read(backend: str, how: str) -> None:
     stats = engine.stats()
     assert stats.blocks_free == stats.blocks_total and stats.proposer_failures == 0
     assert stats.cached_tokens > 0 and (stats.preemptions > 0) == (how == "preemption")
-    assert (stats.drafted > 0) == (how in ("n-grams", "draft model", "first layers", "Medusa"))
+    assert (stats.drafted > 0) == (how in ("suffix tree", "draft model", "first layers", "Medusa"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -191,6 +191,6 @@ def test_right_drafts_save_steps(executables: dict[int, Executable]) -> None:
     tokens, params = requests()[0]
     request = (tokens, replace(params, max_tokens=64, ignore_eos=True))
     (plain,) = run_all(engine_on(executables[2]), [request])
-    engine = engine_on(executables[2], proposer="ngram", adaptive_speculation=False)
+    engine = engine_on(executables[2], proposer="suffix", adaptive_speculation=False)
     same(run_all(engine, [request])[0], plain, exact=True)
     assert engine.stats().accepted >= 16

@@ -406,7 +406,7 @@ class TestTheEnd:
     @pytest.mark.parametrize(
         ("eos_ids", "params"), [((), {}), (EOS, {"ignore_eos": True}), (EOS, {"min_tokens": 16})]
     )
-    @pytest.mark.parametrize("drafts", ["off", "ngram"])
+    @pytest.mark.parametrize("drafts", ["off", "suffix"])
     def test_without_end_tokens_it_ends_when_the_text_is_complete(
         self, eos_ids: tuple[int, ...], params: dict[str, Any], drafts: str
     ) -> None:
@@ -469,7 +469,7 @@ class TestFailures:
         known = truth([expected], [0])
         others: list[dict[str, Any]] = [
             {"proposer": RandomTrees(3, VOCAB, known, 9)},
-            {"proposer": "ngram", "slots": 320},
+            {"proposer": "suffix", "slots": 320},
             {"batching": "static"},
         ]
         for other in others:

@@ -86,7 +86,7 @@ def test_json_is_valid_by_its_schema(sampling: dict[str, Any]) -> None:
             )
         )
     jumping, one_by_one = (
-        engine_on(executable, proposer="ngram"),
+        engine_on(executable, proposer="suffix"),
         engine_on(executable, jump_forward=False),
     )
     results, expected = run_all(jumping, requests), run_all(one_by_one, requests)

@@ -99,7 +99,7 @@ def alone(name: str, kv_dtype: str) -> list[RequestOutput]:
 @settings(max_examples=25, deadline=None)
 @given(
     name=st.sampled_from(list(MODELS)),
-    drafts=st.sampled_from(["off", "ngram", "trees", "wide trees"]),
+    drafts=st.sampled_from(["off", "suffix", "trees", "wide trees"]),
     **LOADS
     | {
         "which": st.just(0),

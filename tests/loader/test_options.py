@@ -14,12 +14,14 @@ from headrace.loader.options import engine_config
     [
         ({"max_modle_len": 5}, "unknown option 'max_modle_len'; did you mean max_model_len?"),
         ({"backend": "gpu"}, "backend must be one of auto, cpu, cuda, reference, not 'gpu'"),
-        ({"proposer": "nrgam"}, "proposer must be one of off, auto, ngram"),
+        ({"proposer": "nrgam"}, "proposer must be one of off, auto, suffix, jacobi"),
+        ({"proposer": "ngram"}, "proposer 'ngram' was replaced by 'suffix', which drafts from"),
+        ({"proposer": "online"}, "set proposer to suffix"),
         (
             {"draft_model": "smollm2"},
             "draft_model is for proposer 'draft_model' or 'auto', and proposer is 'off'",
         ),
-        ({"proposer": "ngram", "draft_layers": 2}, "draft_layers is for proposer 'self_draft'"),
+        ({"proposer": "suffix", "draft_layers": 2}, "draft_layers is for proposer 'self_draft'"),
         ({"draft_width": 0}, "draft_width must be a whole number from 1"),
         (
             {"acceptance_method": "likely"},
@@ -30,7 +32,7 @@ from headrace.loader.options import engine_config
             "acceptance_method 'typical' verifies drafts, and proposer is 'off'",
         ),
         (
-            {"proposer": "ngram", "acceptance_method": "rejection"},
+            {"proposer": "suffix", "acceptance_method": "rejection"},
             "needs chains that a model has sampled",
         ),
         (

@@ -133,14 +133,14 @@ def test_calibrate_writes_a_file_that_runs(
 
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     tokens = {}
-    for proposer in ("off", "ngram", "self_draft", "auto"):
+    for proposer in ("off", "suffix", "self_draft", "auto"):
         with LLM(str(model), early_exit=str(file), proposer=proposer, **OPTIONS) as llm:
             result = llm.generate(["hello", "he"], params)
             tokens[proposer] = [r.outputs[0].token_ids for r in result]
             if proposer == "self_draft":
                 stats = llm.stats()
                 assert stats.proposer_failures == 0
-    assert tokens["off"] == tokens["ngram"] == tokens["self_draft"] == tokens["auto"]
+    assert tokens["off"] == tokens["suffix"] == tokens["self_draft"] == tokens["auto"]
 
 
 def test_a_start_reads_the_file_once(

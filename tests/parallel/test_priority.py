@@ -74,7 +74,7 @@ def alone(models: dict[str, Path]) -> dict[str, list[Any]]:  # noqa: F811
 
 @pytest.mark.parametrize(
     ("name", "tensor", "pipeline", "proposer"),
-    [("qwen3", 2, 1, "ngram"), ("qwen3", 1, 2, "off"), ("mixtral", 2, 1, "auto")],
+    [("qwen3", 2, 1, "suffix"), ("qwen3", 1, 2, "off"), ("mixtral", 2, 1, "auto")],
 )
 def test_urgent_requests_preempt_on_ranks(
     models: dict[str, Path],  # noqa: F811

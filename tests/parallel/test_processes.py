@@ -37,7 +37,7 @@ STACK = {
     "adaptive_speculation": False,
     "kv_dtype": "int8",
     "kv_blocks": 6,
-    "proposer": "ngram",
+    "proposer": "suffix",
     "max_num_seqs": 4,
     "threads": 1,
     "chunked_prefill_size": 8,
@@ -177,7 +177,7 @@ def test_ranks_of_the_default_model_with_all_features(tmp_path: Path) -> None:
         "max_model_len": 256,
         "threads": 1,
         "kv_dtype": "int8",
-        "proposer": "ngram",
+        "proposer": "suffix",
         "max_num_seqs": 2,
     }
     adapter, results = write_adapter(tmp_path / "adapter", 4), []

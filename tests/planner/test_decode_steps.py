@@ -36,7 +36,7 @@ def test_drafts_make_fewer_steps_of_more_rows() -> None:
     drafts, of 75 rows in all.
     """
     steps = decode_steps(
-        answer(8, 101, ngram=DraftStats(12, 45, 40), jacobi=DraftStats(8, 30, 20)), 2
+        answer(8, 101, suffix=DraftStats(12, 45, 40), jacobi=DraftStats(8, 30, 20)), 2
     )
     assert steps == [
         (20, StepSize(((58, 1),), 1, 2)),
@@ -50,11 +50,11 @@ def test_drafts_make_fewer_steps_of_more_rows() -> None:
 
 
 def test_drafts_of_one_size() -> None:
-    assert decode_steps(answer(8, 6, ngram=DraftStats(1, 3, 2)), 2) == [
+    assert decode_steps(answer(8, 6, suffix=DraftStats(1, 3, 2)), 2) == [
         (2, StepSize(((11, 1),), 1, 2)),
         (1, StepSize(((11, 4),), 4, 2)),
     ]
-    assert decode_steps(answer(8, 11, ngram=DraftStats(2, 8, 6)), 2) == [
+    assert decode_steps(answer(8, 11, suffix=DraftStats(2, 8, 6)), 2) == [
         (2, StepSize(((14, 1),), 1, 2)),
         (2, StepSize(((14, 5),), 5, 2)),
     ]
@@ -64,12 +64,12 @@ def test_no_more_steps_with_drafts_than_there_were_steps() -> None:
     """The draft of the first token's step is counted in the result, but its step is not among
     these.
     """
-    assert decode_steps(answer(8, 7, ngram=DraftStats(3, 6, 4)), 2) == [
+    assert decode_steps(answer(8, 7, suffix=DraftStats(3, 6, 4)), 2) == [
         (2, StepSize(((12, 3),), 3, 2))
     ]
-    assert decode_steps(answer(8, 5, ngram=DraftStats(1, 4, 4)), 2) == []
+    assert decode_steps(answer(8, 5, suffix=DraftStats(1, 4, 4)), 2) == []
     assert (
-        decode_steps(answer(8, 5, ngram=DraftStats(2, 9, 6)), 2) == []
+        decode_steps(answer(8, 5, suffix=DraftStats(2, 9, 6)), 2) == []
     )  # the last of them came after the end
 
 
@@ -81,7 +81,7 @@ def test_several_responses_share_their_steps() -> None:
         == [(20, StepSize(((20, 1),) * 2, 2, 2))]
     )
     drafts = DraftStats(8, 16, 12)
-    assert decode_steps(answer(10, 15, 15, ngram=drafts), 2) == [
+    assert decode_steps(answer(10, 15, 15, suffix=drafts), 2) == [
         (4, StepSize(((18, 1),) * 2, 2, 2)),
         (4, StepSize(((18, 3),) * 2, 6, 2)),
     ]

@@ -55,7 +55,7 @@ EVENTS: list[frames.Event] = [
         prompt_logprobs=[None, {1: Logprob(-1.0, 2, "b")}],
         embedding=b"\0\1",
     ),
-    frames.Report({"running": 1.0}, {"adapter": 2}, {"ngram": [1.0, 2.0, 3.0]}),
+    frames.Report({"running": 1.0}, {"adapter": 2}, {"suffix": [1.0, 2.0, 3.0]}),
 ]
 
 

@@ -33,7 +33,7 @@ PANELS = [
 
 @pytest.fixture(scope="module")
 def served(model: str) -> Iterator[Running]:
-    flags = ("--threads", "1", "--kv-blocks", "512", "--proposer", "ngram")
+    flags = ("--threads", "1", "--kv-blocks", "512", "--proposer", "suffix")
     hardware.measure(1)  # shares of the machine need its speed
     yield from running(model, *flags, f"--api-key={KEY}")
 
@@ -72,7 +72,7 @@ def prometheus(served: Running, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def use(served: Running) -> None:
     """Send requests of all kinds: cached, with drafts, refused."""
     key = {"authorization": f"Bearer {KEY}"}
-    # One token again and again, so that drafts of n-grams are proposed and accepted.
+    # One token again and again, so that drafts are proposed and accepted.
     body = {"prompt": "one two " * 40, "max_tokens": 60, "logit_bias": {"65": 100}}
     assert served.post("/v1/completions", body, key).status == 200
     assert served.post("/v1/completions", {"prompt": 5}, key).status == 400

@@ -50,7 +50,7 @@ GAUGES = (
 @pytest.fixture(scope="module")
 def counted(model: str) -> Iterator[Running]:
     """A server after known requests."""
-    flags = ("--threads", "1", "--kv-blocks", "512", "--proposer", "ngram")
+    flags = ("--threads", "1", "--kv-blocks", "512", "--proposer", "suffix")
     for server in running(model, *flags, "--model-name", 'a "model"'):
         assert server.post("/v1/completions", BODY | {"max_tokens": 9}).status == 200
         chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 5, "n": 2}

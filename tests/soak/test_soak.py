@@ -302,7 +302,7 @@ def test_soak(write_gguf: Any, capsys: pytest.CaptureFixture[str]) -> None:  # n
         },
         tiny | {"threads": 2},
         tiny | {"backend": "reference", "multi_step_ms": 5, "kv_blocks": 8},
-        tiny | {"threads": 1, "proposer": "ngram", "adaptive_speculation": False},
+        tiny | {"threads": 1, "proposer": "suffix", "adaptive_speculation": False},
     ]
     until(lambda: not any(thread.name == "headrace-engine" for thread in threading.enumerate()))
     faulthandler.cancel_dump_traceback_later()  # the watchdog is a thread, too

@@ -21,7 +21,7 @@ from headrace.speculation.proposers import DraftModel, DraftModels, make_propose
 from headrace.speculation.proposers.draft_model import DraftModelProposer, max_rows
 from headrace.speculation.proposers.self_draft import SelfDraftProposer
 from tests.engine.toy import FULL, VOCAB, ToyExecutable, plain_decoding, toy_kv, toy_logits
-from tests.speculation.test_ngram import View
+from tests.speculation.views import View
 
 SIZE = 4
 GREEDY = SamplingParams(temperature=0)

@@ -7,7 +7,7 @@ from headrace.batch import NO_DRAFT, Commit, DraftTree
 from headrace.logit_ops import StepResult
 from headrace.speculation.proposers.jacobi import JacobiProposer
 from headrace.speculation.proposers.lookahead import LookaheadProposer, _State
-from tests.speculation.test_ngram import View
+from tests.speculation.views import View
 
 VOCAB = 100
 

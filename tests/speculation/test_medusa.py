@@ -22,7 +22,7 @@ from headrace.speculation.proposers.medusa import (
     static_tree,
 )
 from tests.draft_engines import draft_engine, head_tensors, medusa_heads
-from tests.speculation.test_ngram import View
+from tests.speculation.views import View
 from tests.tiny import BLOCK_SIZE, run_all, tiny_engine, tiny_executable, tiny_model
 
 MODEL = tiny_model(4)

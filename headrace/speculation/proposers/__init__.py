@@ -13,9 +13,8 @@ from headrace.speculation.proposers.eagle import DrafterPrograms, EagleProposer
 from headrace.speculation.proposers.jacobi import JacobiProposer
 from headrace.speculation.proposers.lookahead import LookaheadProposer
 from headrace.speculation.proposers.medusa import MedusaProposer
-from headrace.speculation.proposers.ngram import NgramProposer
-from headrace.speculation.proposers.online import OnlineProposer
 from headrace.speculation.proposers.self_draft import SelfDraftProposer
+from headrace.speculation.proposers.suffix import SuffixProposer
 
 __all__ = [
     "METHODS",
@@ -23,6 +22,7 @@ __all__ = [
     "REQUIRED_OPTIONS",
     "DraftModel",
     "DraftModels",
+    "check_replaced",
     "check_speculation",
     "enabled_methods",
     "make_proposers",
@@ -115,8 +115,7 @@ def _medusa(config: EngineConfig, draft_models: DraftModels) -> Proposer:
 
 
 METHODS: dict[str, Callable[[EngineConfig, DraftModels], Proposer]] = {
-    "ngram": lambda config, draft_models: NgramProposer(config.max_draft_tokens),
-    "online": lambda config, draft_models: OnlineProposer(config.max_draft_tokens),
+    "suffix": lambda config, draft_models: SuffixProposer(config.max_draft_tokens),
     "jacobi": lambda config, draft_models: JacobiProposer(config.max_draft_tokens),
     "lookahead": lambda config, draft_models: LookaheadProposer(config.max_draft_tokens),
     "draft_model": _draft_model,
@@ -136,13 +135,25 @@ REQUIRED_OPTIONS: dict[str, tuple[str, ...]] = {
     "medusa": ("medusa_heads",),
 }
 """The options that enable each method, at least one of them."""
-_ALWAYS_ENABLED = ("ngram", "online")
+_REPLACED = {"ngram": "suffix", "online": "suffix"}
+"""Methods of earlier versions, and the methods that do better."""
+_ALWAYS_ENABLED = ("suffix",)
 _WITH_PROBABILITIES = ("draft_model", "self_draft")
+
+
+def check_replaced(name: object) -> None:
+    """Raise RequestError for a proposer of an earlier version."""
+    if isinstance(name, str) and name in _REPLACED:
+        raise RequestError(
+            f"proposer {name!r} was replaced by {_REPLACED[name]!r}, which drafts from the text "
+            f"and from earlier outputs; set proposer to {_REPLACED[name]}"
+        )
 
 
 def enabled_methods(config: EngineConfig) -> tuple[str, ...]:
     """Return the methods of a configuration. Raises RequestError for an unknown proposer."""
     name = config.proposer
+    check_replaced(name)
     if name not in PROPOSERS:
         raise RequestError(f"unknown proposer {name!r}; choose from {', '.join(PROPOSERS)}")
     if name == "off":

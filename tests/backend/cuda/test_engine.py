@@ -108,7 +108,7 @@ def test_tokens_in_other_formats_differ_only_at_near_ties(which: int, kv_dtype: 
     how=st.sampled_from([("f32", "f32"), ("bf16", "int8"), ("int8", "int8"), ("fp8", "int8")]),
     order=st.lists(st.integers(0, len(REQUESTS) - 1), min_size=2, max_size=4),
     stagger=st.integers(0, 2),
-    drafts=st.sampled_from(["off", "ngram", "trees"]),
+    drafts=st.sampled_from(["off", "suffix", "trees"]),
     slots=st.sampled_from([56, 200]),
     max_num_batched_tokens=st.sampled_from([5, 64]),
     prefix_cache=st.booleans(),
@@ -228,7 +228,7 @@ def test_repeated_steps_allocate_no_memory() -> None:
 def test_beams_and_lossy_drafts_read_logits_on_the_host() -> None:
     for terms, config in (
         ({"beam_width": 2, "max_tokens": 4}, {}),
-        ({"seed": 1, "max_tokens": 5}, {"acceptance_method": "rejection", "proposer": "ngram"}),
+        ({"seed": 1, "max_tokens": 5}, {"acceptance_method": "rejection", "proposer": "suffix"}),
     ):
         asks = [
             ([1, 2, 3, 1, 2], SamplingParams(**terms)),

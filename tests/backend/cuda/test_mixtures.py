@@ -169,7 +169,7 @@ on_each_stream = pytest.mark.parametrize("stream", STREAMS, ids=lambda s: type(s
     max_num_seqs=st.sampled_from([2, 32]),
     prefix_cache=st.booleans(),
     slots=st.sampled_from([40, SLOTS]),
-    proposer=st.sampled_from(["off", "off", "ngram"]),
+    proposer=st.sampled_from(["off", "off", "suffix"]),
 )
 def test_mixtures_have_the_tokens_of_single_requests(
     stream: Stream,

@@ -41,7 +41,7 @@ OPTIONS: dict[str, Any] = {
     "chunked_prefill_size": 32,
     "max_num_batched_tokens": 48,
     "adaptive_speculation": False,
-    "proposer": "ngram",
+    "proposer": "suffix",
 }
 MESHES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"pipeline_parallel_size": 2}),
