@@ -10,11 +10,16 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from headrace.backend import compile_program
 from headrace.batch import DraftTree
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.mtp import open_mtp
+from headrace.config import KvConfig
 from headrace.errors import FormatError, RequestError
+from headrace.loader.drafts import compile_draft_models, open_draft_checkpoints, target_program
+from headrace.loader.options import engine_config
 from headrace.sampling_params import SamplingParams
+from headrace.speculation.proposers import make_proposers
 from tests.draft_engines import draft_engine
 from tests.engine.test_promise import same
 from tests.families import LATENT, V3_GROUPS
@@ -146,6 +151,35 @@ def test_mtp_changes_no_token(target: Checkpoint, params: SamplingParams) -> Non
         same(one, other, exact=True)
     stats = engine.stats()
     assert stats.drafted > 0 and stats.proposer_failures == 0
+
+
+def test_mtp_from_files_to_drafts(target: Checkpoint) -> None:
+    """The loader's own steps, from the option to the tokens."""
+    config = engine_config({"backend": "cpu", "proposer": "auto", "draft_model": "mtp"})
+    drafts = open_draft_checkpoints(config, target, _no_tokenizer)
+    program = target_program(config, target, drafts.taps)
+    kv = KvConfig((8,) * len(program.kv_groups), 32, "f32")
+    use = drafts.kv_use(config)
+    assert use and len(use.groups) == 1 and drafts.weight_bytes("cpu", target.spec) > 0
+    executable = compile_program("cpu", program, target.tensors, kv, 1)
+    models = compile_draft_models(config, drafts, target, executable, KvConfig((8,), 32, "f32"))
+    checked, requests = (target.spec, dict(target.tensors)), [(p, GREEDY) for p in PROMPTS]
+    engine = tiny_engine(
+        checked,
+        "cpu",
+        executable=executable,
+        proposer={"draft_model": make_proposers(config, models)["draft_model"]},
+        kv_dtype="f32",
+    )
+    plain = run_all(tiny_engine(checked, "cpu", kv_dtype="f32"), requests)
+    for one, other in zip(run_all(engine, requests), plain, strict=True):
+        same(one, other, exact=True)
+    stats = engine.stats()
+    assert stats.drafted > 0 and stats.proposer_failures == 0
+
+
+def _no_tokenizer() -> Any:
+    raise AssertionError("the layer is in the model's own files")
 
 
 def test_a_model_without_mtp_layers_raises(target: Checkpoint) -> None:

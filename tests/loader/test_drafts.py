@@ -22,6 +22,7 @@ from headrace.loader.drafts import (
     target_program,
 )
 from headrace.loader.options import engine_config
+from headrace.measure.calibrate import calibrate
 from headrace.model import trace_model
 from headrace.planner.fit import RUNTIME_BYTES
 from tests.checkpoint.conftest import SHAPE, SPECIAL, metadata, write_gguf  # noqa: F401 - a fixture
@@ -127,6 +128,12 @@ def test_eagle3_on_the_gpu_backend(model: Path) -> None:
             stats = llm.stats()
         assert stats.proposer_failures == 0 and (stats.drafted > 0) == bool(own)
     assert tokens[0] == tokens[1]
+
+
+def test_calibrate_refuses_eagle3_drafters(model: Path) -> None:
+    own = eagle3_options(model, "authors", vocab=100)
+    with pytest.raises(RequestError, match="is a drafter over rows of the model, and calibrate"):
+        calibrate(str(model), draft_model=own["draft_model"], tokens=16)
 
 
 def test_eagle3_memory_counts(model: Path) -> None:

@@ -231,13 +231,8 @@ class EagleProposer:
         if context is not None:
             return context
         context = _Context(self.kv.new_tables())
-        siblings = [
-            (_num_common(other.known, seq.known), each)
-            for other, each in self._contexts.items()
-            if other.seq_id[0] == seq.seq_id[0]
-        ]
-        if siblings:
-            num_common, sibling = max(siblings, key=lambda each: each[0])
+        sibling, num_common = self._nearest_sibling(seq)
+        if sibling:
             # A pair needs its token, and a row only the tokens up to its own.
             count = bisect_left(sibling.places, num_common - 1)
             context = _Context(self.kv.fork(sibling.tables), sibling.places[:count])
@@ -253,6 +248,18 @@ class EagleProposer:
         self._contexts[seq] = context
         finalize(seq, self.kv.free, context.tables).atexit = False
         return context
+
+    def _nearest_sibling(self, seq: SequenceView) -> tuple[_Context | None, int]:
+        """The context of the request's sequence with the most common tokens, and their number."""
+        nearest, most = None, -1
+        for other, context in self._contexts.items():
+            if other.seq_id[0] == seq.seq_id[0]:
+                num_common = _num_common(other.known, seq.known)
+                if num_common > most:
+                    nearest, most = context, num_common
+                if most >= len(seq.known) - 1:  # beams fork in each step, so look no further
+                    break
+        return nearest, most
 
     def _reserve(
         self, context: _Context, busy: Sequence[SequenceView], count: int | None = None
@@ -289,7 +296,15 @@ def _batch(pairs: Sequence[_Pairs], block_size: int, *, logits: bool) -> RaggedB
     return batch._replace(inputs=np.concatenate([each.rows for each in pairs]))
 
 
-def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
+def _num_common(a: list[int], b: list[int]) -> int:
+    """Halve the part that differs: comparing slices is much faster than a loop over tokens."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while low + 1 < high:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
