@@ -15,7 +15,7 @@ from headrace.engine.engine import Engine
 from headrace.kv.manager import KvManager
 from headrace.loader.drafts import compile_drafter
 from headrace.model.spec import ModelSpec
-from headrace.program.trace import trace
+from headrace.program.trace import Program, trace
 from headrace.proposer import Proposer
 from headrace.quant.formats import StoredTensor
 from headrace.speculation.proposers import (
@@ -108,25 +108,11 @@ def draft_engine(
             draft_models, draft=DraftModel(compiled, manager, max_length or spec.max_context)
         )
     if "self_draft" in methods:
-        own = (
-            {
-                f"own.{name}": replace(stored, name=f"own.{name}")
-                for name, stored in weights[1].items()
-            }
-            if weights
-            else {}
-        )
-        thresholds = draft_sparsity or mode.activation_sparsity
+        short_mode = replace(mode, activation_sparsity=draft_sparsity or mode.activation_sparsity)
         short = mode_program(
-            (spec.with_layers(layers), weights[1] if weights else tensors),
-            replace(mode, activation_sparsity=thresholds),
-        )
-        short = short.with_top_blocks(draft_top_blocks)
-        if weights:
-            short = short.with_weights(
-                {name: replace(w, name=f"own.{name}") for name, w in short.weights.items()}
-            )
-        attached = target.attach(short, {**tensors, **own})
+            (spec.with_layers(layers), weights[1] if weights else tensors), short_mode
+        ).with_top_blocks(draft_top_blocks)
+        attached = attach_short(target, short, tensors, weights[1] if weights else {})
         draft_models = replace(draft_models, self_draft=attached)
     if "medusa" in methods:
         draft_models = replace(draft_models, heads=medusa_heads(target, spec, depth))
@@ -140,6 +126,17 @@ def draft_engine(
         kv_dtype=kv_dtype,
         **config,
     ), proposers
+
+
+def attach_short(target: Executable, short: Program, tensors: Tensors, own: Tensors) -> Executable:
+    """Attach a shortened program, with tensors of its own in place of the model's."""
+    if not own:
+        return target.attach(short, tensors)
+    short = short.with_weights(
+        {name: replace(weight, name=f"own.{name}") for name, weight in short.weights.items()}
+    )
+    named = {f"own.{name}": replace(tensor, name=f"own.{name}") for name, tensor in own.items()}
+    return target.attach(short, {**tensors, **named})
 
 
 def medusa_heads(

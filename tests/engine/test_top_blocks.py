@@ -157,22 +157,22 @@ def test_the_reference_chooses_the_same_blocks(name: str, kv_dtype: KvDtype) -> 
 
 @pytest.mark.parametrize("kv_dtype", ["f32", "int4"])
 def test_rows_of_a_draft_tree_choose_blocks_of_their_own_path(kv_dtype: KvDtype) -> None:
-    """Slots of a deep tree hold other branches between the tokens of a path."""
+    """Slots of a deep tree hold other tokens between the tokens of a path."""
     spec, tensors = model("llama")
     program, kv = trace_model(spec, tensors).with_top_blocks(1), KvConfig((12,), 32, kv_dtype)
     path, leaves = TEXT[200:250], TEXT[250:300]
-    plain, branched = (compile_program("cpu", program, tensors, kv, 1) for _ in range(2))
+    plain, with_tree = (compile_program("cpu", program, tensors, kv, 1) for _ in range(2))
     straight = batch_of([Sequence([*range(12)], 32)], [TEXT[:150] + path], [([], [])], False)
     expected = forward(plain, straight).logits
 
     sequence = Sequence([*range(12)], 32)
-    forward(branched, batch_of([sequence], [TEXT[:149]], [([], [])], False))
+    forward(with_tree, batch_of([sequence], [TEXT[:149]], [([], [])], False))
     sequence.computed = 149
     # Each token of the path has a sibling, which is a leaf.
     tree = [token for pair in zip(path, leaves, strict=True) for token in pair]
     parents = [2 * (i // 2 - 1) if i > 1 else -1 for i in range(len(tree))]
     logits = forward(
-        branched, batch_of([sequence], [TEXT[149:150]], [(tree, parents)], True)
+        with_tree, batch_of([sequence], [TEXT[149:150]], [(tree, parents)], True)
     ).logits
     assert expected is not None and logits is not None
     np.testing.assert_array_equal(logits[1::2], expected[150:])
