@@ -74,7 +74,7 @@ def load(engine: Engine, mode: Option, adapters: list[int | None]) -> list[str |
     lengths=st.lists(st.booleans(), min_size=6, max_size=6),
     adapters=st.lists(st.sampled_from([None, None, *ADAPTERS]), min_size=6, max_size=6),
     drafts=st.sampled_from(["off", "suffix", "lookahead", *DRAFTS]),
-    ranks=st.sampled_from([1, 1, 1, 1, 2]),
+    ranks=st.sampled_from([*[1] * 9, 2]),
     batching=st.sampled_from(["inflight", "inflight", "static"]),
     multi_step_ms=st.sampled_from([0, 1e6]),
     max_num_batched_tokens=st.sampled_from([5, 17, 64, 400]),
