@@ -548,6 +548,17 @@ void bind_plan(nb::module_& m) {
   m.def("packed_bytes", &packed_bytes, nb::arg("format"), nb::arg("rows"), nb::arg("cols"),
         "Bytes that a matrix in this stored format takes once it is packed.");
   m.def(
+      "copy_bytes",
+      [](const std::string& format, int rows, int cols, bool by_rows) {
+        Weight w{packed_format(format), rows, cols, {}, 0, nullptr};
+        w.shape.units = (cols + unit_columns(w.format) - 1) / unit_columns(w.format);
+        return copy_bytes(w, by_rows);
+      },
+      nb::arg("format"), nb::arg("rows"), nb::arg("cols"), nb::arg("by_rows"),
+      "Bytes of a copy of a matrix in this stored format, of which kernels read rows or columns; "
+      "0: "
+      "none has one.");
+  m.def(
       "vector_bytes",
       [](int n) {
         require(n > 0 && n <= kMaxWidth, kVectorLength);

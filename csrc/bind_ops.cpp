@@ -300,19 +300,6 @@ void sparse_linear(Plan& p, int out, int x, int w, int bias, int residual) {
   p.add_op(make_sparse_linear(out, x, w, bias, residual));
 }
 
-// The rows of the weight whose gate is 0 are not read.
-void gated_rows(Plan& p, int out, int x, int gate, int w, int bias) {
-  const int rows = factor(p, x, w, false).rows;
-  require(floats(p, out).width == rows && p.buffer(out).rows == p.buffer(x).rows,
-          "a linear op writes as many columns as its weight has rows");
-  check_alike(p.buffer(out), floats(p, gate));
-  require(out != gate, "gated rows cannot overwrite their gates");
-  check_bias(p, bias, rows);
-  p.copy_rows(w);
-  adapt(p, x, {w});
-  p.add_op(make_gated_rows(out, x, gate, w, bias));
-}
-
 void threshold(Plan& p, int out, int x, float least) {
   check_alike(buffer(p, out), floats(p, x));
   require(std::isfinite(least) && least >= 0, "a threshold is a number, not below 0");
@@ -338,15 +325,18 @@ void linear_activate(Plan& p, int out, int x, int w, int bias, const std::string
 }
 
 void glu_linear(Plan& p, int out, int x, int gate, int up, int gate_bias, int up_bias,
-                const std::string& activation) {
+                const std::string& activation, bool skips) {
   const Activation by = activation_of(activation);
+  require(!skips || by == Activation::kRelu, "only ReLU makes zeros to skip");
   const int rows = factor(p, x, gate, false).rows;
   require(factor(p, x, up, false).rows == rows, "gate and up have one shape");
   check_bias(p, gate_bias, rows);
   check_bias(p, up_bias, rows);
   check_tiled(p, out, x, rows);
   adapt(p, x, {gate, up});
-  p.add_op(make_glu_linear(out, x, gate, up, gate_bias, up_bias, by));
+  if (!skips) return p.add_op(make_glu_linear(out, x, gate, up, gate_bias, up_bias, by));
+  p.copy_rows(up);
+  p.add_op(make_skipping_glu(out, x, gate, up, gate_bias, up_bias));
 }
 
 // Floats with `num_heads` heads of `dim` numbers, or with one that all share.
@@ -589,10 +579,11 @@ void bind_ops(nb::class_<Plan>& c) {
       .def("gate_rows", &gate_rows)
       .def("linear", &linear)
       .def("sparse_linear", &sparse_linear)
-      .def("gated_rows", &gated_rows)
       .def("threshold", &threshold)
       .def("linear_activate", &linear_activate)
-      .def("glu_linear", &glu_linear)
+      .def("glu_linear", &glu_linear, nb::arg("out"), nb::arg("x"), nb::arg("gate"), nb::arg("up"),
+           nb::arg("gate_bias"), nb::arg("up_bias"), nb::arg("activation"),
+           nb::arg("skips") = false, "`skips`: rows of `up` whose gate is 0 may stay unread.")
       .def("head_linear", &head_linear)
       .def("concat_heads", &concat_heads)
       .def("qkv_rope_write", &qkv_rope_write)

@@ -69,6 +69,10 @@ void bind_weights(nb::module_& m) {
           },
           nb::arg("codes"), nb::arg("rows"), nb::arg("cols"), nb::arg("scale_columns"),
           nb::arg("scales"), nb::arg("zeros").none(), nb::arg("values") = std::vector<float>())
+      .def(
+          "copy_bytes",
+          [](const TableSpec& s, bool by_rows) { return copy_bytes(empty_table(s), by_rows); },
+          nb::arg("by_rows"), "Bytes of a copy, of which kernels read rows or columns; 0: none.")
       .def_prop_ro("nbytes", [](const TableSpec& s) {
         const Weight w = empty_table(s);
         return w.stride * w.tiles();

@@ -68,43 +68,37 @@ void fill_panel(const Weight& weight, const ColumnCopy& copy, int panel) {
   }
 }
 
-template <Format F>
-size_t bytes_of_row(const TileShape& shape) {
-  constexpr Unit U = unit_of(F);
-  const size_t scales =
-      is_table(F) ? shape.num_scales * (number_bytes(shape.scales) + number_bytes(shape.zeros))
-                  : static_cast<size_t>(shape.units) * U.codes_offset() / kTileRows;
-  const size_t codes = static_cast<size_t>(shape.units) * U.groups() * U.lines_per_group() * 4;
-  return ((scales + 3) / 4 * 4 + codes + 63) / 64 * 64;
+bool is_shifted(const Weight& weight) {
+  return has_min(unit_of(weight.format).scales) ||
+         (is_table(weight.format) && weight.shape.zeros != Number::kNone);
+}
+
+RowShape row_shape(const Weight& weight) {
+  return {groups_of(weight), is_shifted(weight), unit_of(weight.format).bits};
 }
 
 template <Format F>
-void fill_row(const Weight& weight, const RowCopy& copy, int row) {
-  constexpr Unit U = unit_of(F);
-  const uint8_t* tile = weight.tile(row / kTileRows);
-  const int r = row % kTileRows;
-  uint8_t *to = copy.data + row * copy.stride, *const start = to;
-  const auto numbers = [&](const uint8_t* from, int count, size_t bytes) {
-    for (int i = 0; i < count; i++, to += bytes)
-      std::memcpy(to, from + (kTileRows * static_cast<size_t>(i) + r) * bytes, bytes);
-  };
-  if (is_table(F)) {
-    const TileShape& shape = weight.shape;
-    numbers(tile, shape.num_scales, number_bytes(shape.scales));
-    numbers(tile + shape.zeros_offset(), shape.zeros == Number::kNone ? 0 : shape.num_scales,
-            number_bytes(shape.zeros));
-  } else {
-    constexpr int halves = is_super(U.scales) ? 2 : U.codes_offset() / 32,
-                  bytes = is_super(U.scales) ? (U.codes_offset() - 64) / 16 : 0;
-    for (int u = 0; u < weight.shape.units; u++)
-      numbers(tile + static_cast<size_t>(u) * U.bytes(), halves, 2);
-    for (int u = 0; u < weight.shape.units; u++)
-      numbers(tile + static_cast<size_t>(u) * U.bytes() + 32 * halves, bytes, 1);
+void fill_rows(const Weight& weight, const RowCopy& copy, const CopyKernels& kernels, int tile) {
+  constexpr int bits = unit_of(F).bits;
+  const RowShape& shape = copy.shape;
+  const int rows = std::min(kTileRows, weight.rows - tile * kTileRows);
+  for (int g = 0; g < shape.groups; g++) {
+    float scales[kTileRows], minima[kTileRows];
+    kernels.scales[static_cast<int>(F)](weight.tile(tile), weight.shape, g, scales, minima);
+    for (int r = 0; r < rows; r++) {
+      uint8_t* to = copy.data + static_cast<size_t>(tile * kTileRows + r) * shape.bytes();
+      std::memcpy(to + 4 * g, scales + r, 4);
+      if (shape.shifted) std::memcpy(to + 4 * (shape.padded() + g), minima + r, 4);
+      uint8_t codes[kGroup];
+      unpack<bits>(lines_of<F>(weight, tile, g) + 4 * r, codes);
+      to += shape.codes_offset() + static_cast<size_t>(g / 4) * 16 * bits + 16 * (g % 4);
+      for (int c = 0; c < 16; c++)
+        if (bits == 8)
+          to[c] = codes[c], to[64 + c] = codes[16 + c];
+        else
+          to[c] = static_cast<uint8_t>(codes[c] | codes[16 + c] << 4);
+    }
   }
-  to = start + (to - start + 3) / 4 * 4;
-  for (int g = 0; g < groups_of(weight); g++)
-    for (int j = 0; j < U.lines_per_group(); j++, to += 4)
-      std::memcpy(to, lines_of<F>(weight, row / kTileRows, g) + 64 * j + 4 * r, 4);
 }
 
 // Calls f<F>() for a format that has copies.
@@ -128,6 +122,11 @@ auto by_format(Format format, F&& f) {
 
 }  // namespace
 
+size_t copy_bytes(const Weight& weight, bool by_rows) {
+  if (!has_copies(weight)) return 0;
+  return by_rows ? MatrixCopies::row_bytes(weight) : MatrixCopies::column_bytes(weight, 1);
+}
+
 size_t MatrixCopies::column_bytes(const Weight& weight, int threads) {
   const int tiles = panel_tiles_of(weight, threads);
   const size_t panel =
@@ -136,8 +135,7 @@ size_t MatrixCopies::column_bytes(const Weight& weight, int threads) {
 }
 
 size_t MatrixCopies::row_bytes(const Weight& weight) {
-  return weight.rows *
-         by_format(weight.format, [&]<Format F>() { return bytes_of_row<F>(weight.shape); });
+  return weight.rows * row_shape(weight).bytes();
 }
 
 void MatrixCopies::add_columns(int number, const Weight& weight, int threads, uint8_t* to) {
@@ -149,7 +147,7 @@ void MatrixCopies::add_columns(int number, const Weight& weight, int threads, ui
 }
 
 void MatrixCopies::add_rows(int number, const Weight& weight, uint8_t* to) {
-  rows_[number] = {row_bytes(weight) / weight.rows, to};
+  rows_[number] = {row_shape(weight), to};
   new_.push_back({number, weight, false});
 }
 
@@ -165,8 +163,8 @@ void MatrixCopies::fill(Pool& pool) {
     } else {
       const RowCopy& copy = rows_.at(made.number);
       pool.parallel(w.tiles(), [&](int begin, int end, int) {
-        for (int row = begin * kTileRows; row < std::min(end * kTileRows, w.rows); row++)
-          by_format(w.format, [&]<Format F>() { fill_row<F>(w, copy, row); });
+        for (int tile = begin; tile < end; tile++)
+          by_format(w.format, [&]<Format F>() { fill_rows<F>(w, copy, *kernels_, tile); });
       });
     }
   }

@@ -10,8 +10,18 @@
 
 namespace headrace {
 
+// Whether a matrix has copies.
+inline bool has_copies(const Weight& weight) { return has_copies(weight.format) && !weight.wide; }
+
+// Bytes of a copy, with panels for one thread if it is by columns; 0: no copies.
+size_t copy_bytes(const Weight& weight, bool by_rows);
+
 class MatrixCopies {
  public:
+  // The kernels are those of an instruction set by name.
+  explicit MatrixCopies(const char* isa) : kernels_(&copy_kernels(isa)) {}
+  const CopyKernels& kernels() const { return *kernels_; }
+
   // Bytes of a copy of a matrix.
   static size_t column_bytes(const Weight& weight, int threads);
   static size_t row_bytes(const Weight& weight);
@@ -38,6 +48,7 @@ class MatrixCopies {
     return at == copies.end() ? nullptr : &at->second;
   }
 
+  const CopyKernels* kernels_;
   std::map<int, ColumnCopy> columns_;
   std::map<int, RowCopy> rows_;
   std::vector<New> new_;

@@ -192,7 +192,7 @@ class TiledOp : public Op {
           for (int m = 0; m < blocks.rows(b); m++)
             std::fill_n(rows + kGroup * m + 16 * half, 16, 0.0f);
       }
-      write(plan, blocks, b, pair, rows);
+      write_group(plan, out, blocks, b, pair, rows);
     });
   }
 
@@ -206,15 +206,6 @@ class TiledOp : public Op {
     const Buffer& out = plan.buffer(out_);
     return {plan, plan.blocks_of(plan.buffer(x_)),
             ((out.packed ? out.columns : out.width) + kGroup - 1) / kGroup};
-  }
-
-  void write(const Plan& plan, const Blocks& blocks, int b, int pair, const float* rows) const {
-    const Buffer& out = plan.buffer(out_);
-    const int first = kGroup * pair, n = std::clamp(out.width - first, 0, kGroup),
-              row = blocks.first(b);
-    if (out.packed) return plan.pack_columns(out, row, blocks.rows(b), first, rows, kGroup, n);
-    for (int m = 0; m < blocks.rows(b); m++)
-      std::memcpy(out.row(row + m) + first, rows + kGroup * m, static_cast<size_t>(n) * 4);
   }
 
   const int out_, x_;

@@ -2,6 +2,7 @@
 // of all rows of a step; a step that needs too much of it, or has many rows, reads the whole
 // matrix. A result has the same bits either way.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 
@@ -11,59 +12,42 @@
 namespace headrace {
 namespace {
 
-// Share of a matrix up to which reading the part takes less time than reading the whole, as
-// measured (benchmarks/activation_sparsity.py).
-double most_columns(int rows) { return rows == 1 ? 0.65 : rows == 2 ? 0.4 : 0.3; }
-double most_rows(int rows) { return rows == 1 ? 0.4 : 0.3; }
-// Rows of a step that are worth a look.
-constexpr int kMostStepRows = kMaxBlockRows;
+// Rows of a step up to which reading a part takes less time than reading the whole, and the share
+// of the columns that it may need, as measured (benchmarks/activation_sparsity.py).
+constexpr int kMostStepRows = 2;
+double most_columns(int rows) { return rows == 1 ? 0.65 : 0.4; }
 
-const CopyKernels& kernels_of(const Plan& plan) { return copy_kernels(plan.kernels().name); }
-
-// What both kinds of op do for the whole matrix: all tiles, block by block.
-template <class F>
-void each_tile(const Plan& plan, const Blocks& blocks, int begin, int end, F&& f) {
-  (void)plan;
-  for (int t = begin; t < end; t++)
-    for (int b = 0; b < blocks.count; b++) f(t, b);
-}
+// Whether a step has so few rows that reading a part may pay.
+bool is_short(const Blocks& blocks) { return blocks.count == 1 && blocks.rows(0) <= kMostStepRows; }
 
 // x @ w.T + bias + residual, by the columns of w that x needs.
 class SparseLinear : public Op {
  public:
   SparseLinear(int out, int x, int weight, int bias, int residual)
       : Op(residual >= 0 ? "linear_add" : "linear"),
+        whole_(make_linear(out, x, weight, bias, residual, false)),
         out_(out),
         x_(x),
         weight_(weight),
         bias_(bias),
         residual_(residual) {}
 
-  int items(const Plan& plan, const Step&) override {
+  int items(const Plan& plan, const Step& step) override {
     const Weight& w = plan.weight(weight_);
     const Buffer& x = plan.buffer(x_);
     const Blocks& blocks = plan.blocks_of(x);
-    copy_ = plan.copies().columns(weight_);
-    if (blocks.count != 1 || blocks.rows(0) > kMostStepRows) copy_ = nullptr;
+    copy_ = is_short(blocks) ? plan.copies().columns(weight_) : nullptr;
     if (copy_ && !find_columns(x.block(plan.form(w, false), blocks, 0), blocks.rows(0), w))
       copy_ = nullptr;
-    return copy_ ? copy_->panels(w.tiles()) : blocks.count ? w.tiles() : 0;
+    return copy_ ? copy_->panels(w.tiles()) : whole_->items(plan, step);
   }
+  int64_t groups(const Plan& plan) const override { return whole_->groups(plan); }
 
-  void run(const Plan& plan, const Step&, int begin, int end, int) override {
+  void run(const Plan& plan, const Step& step, int begin, int end, int thread) override {
+    if (!copy_) return whole_->run(plan, step, begin, end, thread);
     const Weight& w = plan.weight(weight_);
     const Buffer& x = plan.buffer(x_);
     const Blocks& blocks = plan.blocks_of(x);
-    const Form form = plan.form(w, false);
-    alignas(64) float tile[kMaxBlockRows * kTileRows];
-    if (!copy_) {
-      each_tile(plan, blocks, begin, end, [&](int t, int b) {
-        multiply(plan, w, t, false, x.block(form, blocks, b), blocks.rows(b), plan.vector(bias_),
-                 tile);
-        finish(plan, t, blocks.first(b), blocks.rows(b), tile);
-      });
-      return;
-    }
     thread_local std::vector<float> sums;
     const int rows = blocks.rows(0), chunk = chunk_tiles(unit_of(w.format).bits);
     if (const size_t needed = static_cast<size_t>(copy_->panel_tiles) * rows * kTileRows + 16;
@@ -81,10 +65,10 @@ class SparseLinear : public Op {
                             w.shape,
                             static_cast<int>(first_.size()) - 1,
                             rows,
-                            x.block(form, blocks, 0),
+                            x.block(plan.form(w, false), blocks, 0),
                             columns,
                             out};
-      kernels_of(plan).columns[static_cast<int>(w.format)](work);
+      plan.copies().kernels().columns[static_cast<int>(w.format)](work);
       for (int t = 0; t < tiles; t++) {
         float* y = out + static_cast<size_t>(t) * rows * kTileRows;
         if (const float* bias = plan.vector(bias_))
@@ -113,14 +97,20 @@ class SparseLinear : public Op {
     const int most = static_cast<int>(most_columns(rows) * w.cols);
     int found = 0;
     for (int g = 0; g < groups; g++, block += q8_group_bytes(false) * rows) {
-      uint8_t any[kGroup] = {};
-      for (int m = 0; m < rows; m++)
-        for (int c = 0; c < kGroup; c++) any[c] |= block[kGroup * m + c];
       uint8_t places[kGroup + 3];
       int count = 0;
-      for (int c = 0; c < kGroup; c++) {
-        places[count] = static_cast<uint8_t>(c);
-        count += any[c] != 0;
+      for (int c = 0; c < kGroup; c += 8) {
+        uint64_t any = 0;
+        for (int m = 0; m < rows; m++) {
+          uint64_t codes;
+          std::memcpy(&codes, block + kGroup * m + c, 8);
+          any |= codes;
+        }
+        for (; any; count++) {
+          const int byte = std::countr_zero(any) / 8;
+          places[count] = static_cast<uint8_t>(c + byte);
+          any &= ~(uint64_t{255} << 8 * byte);
+        }
       }
       if ((found += count) > most) return false;
       auto* x = codes_.data() + static_cast<size_t>(g) * rows * kGroup;
@@ -135,6 +125,7 @@ class SparseLinear : public Op {
     return true;
   }
 
+  const std::unique_ptr<Op> whole_;
   const int out_, x_, weight_, bias_, residual_;
   const ColumnCopy* copy_ = nullptr;  // of this step; null: the whole matrix
   std::vector<int32_t> first_;
@@ -142,86 +133,124 @@ class SparseLinear : public Op {
   std::vector<int8_t> codes_;
 };
 
-// gate * (x @ w.T + bias), by the rows of w whose gate is not 0.
-class GatedRows : public Op {
+// relu(x @ gate.T + gate_bias) * (x @ up.T + up_bias), by the rows of `up` whose gate is not 0. A
+// thread computes some gates and then the rows that they need: rows in between would disturb the
+// one stream that gates are.
+class SkippingGlu : public Op {
  public:
-  GatedRows(int out, int x, int gate, int weight, int bias)
-      : Op("gated_rows"), out_(out), x_(x), gate_(gate), weight_(weight), bias_(bias) {}
+  SkippingGlu(int out, int x, int gate, int up, int gate_bias, int up_bias)
+      : Op("glu_linear"),
+        whole_(make_glu_linear(out, x, gate, up, gate_bias, up_bias, Activation::kRelu)),
+        out_(out),
+        x_(x),
+        gate_(gate),
+        up_(up),
+        gate_bias_(gate_bias),
+        up_bias_(up_bias) {}
 
   int items(const Plan& plan, const Step& step) override {
-    const Weight& w = plan.weight(weight_);
-    const Blocks& blocks = plan.blocks_of(plan.buffer(x_));
-    copy_ = plan.copies().rows(weight_);
-    if (blocks.count != 1 || blocks.rows(0) > kMostStepRows || step.adapters) copy_ = nullptr;
-    if (copy_ && !find_rows(plan, blocks.rows(0))) copy_ = nullptr;
-    if (!copy_) return blocks.count ? w.tiles() : 0;
-    const Buffer& out = plan.buffer(out_);
-    std::fill_n(out.row(0), static_cast<size_t>(blocks.rows(0)) * out.width, 0.0f);
-    return (static_cast<int>(rows_.size()) + kTileRows - 1) / kTileRows;
-  }
-
-  void run(const Plan& plan, const Step&, int begin, int end, int) override {
-    const Weight& w = plan.weight(weight_);
-    const Buffer &x = plan.buffer(x_), &gate = plan.buffer(gate_), &out = plan.buffer(out_);
+    const Buffer &x = plan.buffer(x_), &out = plan.buffer(out_);
     const Blocks& blocks = plan.blocks_of(x);
-    const Form form = plan.form(w, false);
-    alignas(64) float tile[kMaxBlockRows * kTileRows];
-    if (!copy_) {
-      each_tile(plan, blocks, begin, end, [&](int t, int b) {
-        const int rows = blocks.rows(b), first = blocks.first(b), n = std::min(16, w.rows - 16 * t);
-        multiply(plan, w, t, false, x.block(form, blocks, b), rows, plan.vector(bias_), tile);
-        plan.adapters().add_up(plan.kernels(), weight_, t, first, rows, tile);
-        for (int m = 0; m < rows; m++)
-          for (int i = 0; i < n; i++)
-            out.row(first + m)[16 * t + i] = gate.row(first + m)[16 * t + i] * tile[16 * m + i];
-      });
-      return;
-    }
-    thread_local std::vector<uint8_t> memory;
-    if (memory.size() < w.stride + 64) memory.resize(w.stride + 64);
-    auto* to =
-        reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
-    const float* bias = plan.vector(bias_);
-    const int rows = blocks.rows(0), last = static_cast<int>(rows_.size()) - 1;
-    for (int item = begin; item < end; item++) {
-      const int first = kTileRows * item, n = std::min(kTileRows, last + 1 - first);
-      const uint8_t* from[kTileRows];
-      for (int r = 0; r < kTileRows; r++)
-        from[r] = copy_->data + rows_[std::min(first + r, last)] * copy_->stride;
-      for (int r = first + kTileRows; r < first + 2 * kTileRows && r <= last; r++)
-        for (size_t line = 0; line < copy_->stride; line += 64)
-          __builtin_prefetch(copy_->data + rows_[r] * copy_->stride + line, 0, 2);
-      kernels_of(plan).gather[static_cast<int>(w.format)](from, w.shape, to);
-      plan.kernels().matmul[static_cast<int>(w.mode(false))][static_cast<int>(w.format)][rows - 1](
-          to, w.shape, x.block(form, blocks, 0), tile, {});
-      for (int m = 0; m < rows; m++)
-        for (int r = 0; r < n; r++) {
-          const int column = rows_[first + r];
-          const float y = bias ? tile[16 * m + r] + bias[column] : tile[16 * m + r];
-          out.row(m)[column] = gate.row(m)[column] * y;
-        }
-    }
+    copy_ = is_short(blocks) && !step.adapters ? plan.copies().rows(up_) : nullptr;
+    if (!copy_) return whole_->items(plan, step);
+    const uint8_t* block = x.block(plan.form(plan.weight(up_), false), blocks, 0);
+    for (int m = 0; m < blocks.rows(0); m++) rows_[m].read(copy_->shape, block, blocks.rows(0), m);
+    return ((out.packed ? out.columns : out.width) + kGroup - 1) / kGroup;
+  }
+  int64_t groups(const Plan& plan) const override { return whole_->groups(plan); }
+
+  void run(const Plan& plan, const Step& step, int begin, int end, int thread) override {
+    if (!copy_) return whole_->run(plan, step, begin, end, thread);
+    for (; begin < end; begin += kGroupsTogether)
+      multiply_groups(plan, begin, std::min(kGroupsTogether, end - begin));
   }
 
  private:
-  bool find_rows(const Plan& plan, int rows) {
-    const Buffer& gate = plan.buffer(gate_);
-    rows_.resize(static_cast<size_t>(gate.width));
-    const int most = static_cast<int>(most_rows(rows) * gate.width);
-    int count = 0;
-    for (int c = 0; c < gate.width; c++) {
-      int any = gate.row(0)[c] != 0;
-      for (int m = 1; m < rows; m++) any |= gate.row(m)[c] != 0;
-      rows_[static_cast<size_t>(count)] = c;
-      count += any;
+  // A row of activations as rows of the copy are multiplied with it (RowInput).
+  struct Input {
+    std::vector<int8_t> x;
+    std::vector<int32_t> starts;
+    std::vector<float> scales, sums;
+
+    // Row m of a block.
+    void read(const RowShape& shape, const uint8_t* block, int rows, int m) {
+      const size_t groups = static_cast<size_t>(shape.padded());
+      x.resize(groups * kGroup), starts.resize(groups), scales.resize(groups), sums.resize(groups);
+      const int per_8 = shape.shifted ? 0 : shape.bits == 8 ? 16 : 1;  // a block has -8 times sums
+      for (int g = 0; g < shape.groups; g++, block += q8_group_bytes(false) * rows) {
+        int8_t* to = x.data() + 128 * (g / 4) + 16 * (g % 4);
+        std::memcpy(to, block + kGroup * m, 16);
+        std::memcpy(to + 64, block + kGroup * m + 16, 16);
+        const uint8_t* numbers = block + kGroup * rows;
+        std::memcpy(&scales[g], numbers + 4 * m, 4);
+        std::memcpy(&starts[g], numbers + 4 * (rows + m), 4);
+        std::memcpy(&sums[g], numbers + 4 * (3 * rows + m), 4);
+        starts[g] *= per_8;
+      }
     }
-    rows_.resize(static_cast<size_t>(count));
-    return count <= most;
+    RowInput input() const { return {x.data(), starts.data(), scales.data(), sums.data()}; }
+  };
+
+  // Groups of 32 outputs, of which a thread computes first the gates.
+  static constexpr int kGroupsTogether = 16;
+  // Bytes of the next tile that are fetched ahead; the hardware finds the rest.
+  static constexpr int kStartOfTile = 4096;
+  // The gates of some groups, and those that are not 0 in all rows.
+  struct Gates {
+    alignas(64) float tiles[2 * kGroupsTogether][kMostStepRows * kTileRows];
+    int columns[kGroupsTogether * kGroup], count = 0;
+    const uint8_t* rows[kGroupsTogether * kGroup];
+  };
+
+  void compute_gates(const Plan& plan, int group, int count, Gates& gates) const {
+    const Weight& w = plan.weight(gate_);
+    const Buffer& x = plan.buffer(x_);
+    const Blocks& blocks = plan.blocks_of(x);
+    const uint8_t* block = x.block(plan.form(w, false), blocks, 0);
+    const int rows = blocks.rows(0);
+    for (int t = 2 * group; t < std::min(2 * (group + count), w.tiles()); t++) {
+      float* tile = gates.tiles[t - 2 * group];
+      if (t + 1 < w.tiles())  // a tile of `up` lies between, which the hardware would fetch
+        for (int line = 0; line < kStartOfTile; line += 64)
+          __builtin_prefetch(w.tile(t + 1) + line, 0, 2);
+      multiply(plan, w, t, false, block, rows, plan.vector(gate_bias_), tile);
+      plan.kernels().activate_tile[static_cast<int>(Activation::kRelu)](tile, rows, tile, 16);
+      for (int i = 0; i < std::min(kTileRows, w.rows - kTileRows * t); i++) {
+        bool any = false;
+        for (int m = 0; m < rows; m++) any |= tile[16 * m + i] != 0;
+        gates.columns[gates.count] = kTileRows * (t - 2 * group) + i;
+        gates.rows[gates.count] = copy_->row(kTileRows * t + i);
+        gates.count += any;
+      }
+    }
   }
 
-  const int out_, x_, gate_, weight_, bias_;
+  void multiply_groups(const Plan& plan, int first, int count) const {
+    const Buffer &x = plan.buffer(x_), &out = plan.buffer(out_);
+    const Blocks& blocks = plan.blocks_of(x);
+    const int rows = blocks.rows(0);
+    const float* bias = plan.vector(up_bias_);
+    Gates gates;
+    compute_gates(plan, first, count, gates);
+    alignas(64) float products[kGroupsTogether][kMostStepRows * kGroup] = {};
+    for (int m = 0; m < rows; m++) {
+      float up[kGroupsTogether * kGroup];
+      plan.copies().kernels().rows[static_cast<int>(plan.weight(up_).format)](
+          {gates.rows, gates.count, copy_->shape, rows_[m].input(), up});
+      for (int i = 0; i < gates.count; i++) {
+        const int c = gates.columns[i];
+        const float y = bias ? up[i] + bias[kGroup * first + c] : up[i];
+        products[c / kGroup][kGroup * m + c % kGroup] =
+            gates.tiles[c / kTileRows][kTileRows * m + c % kTileRows] * y;
+      }
+    }
+    for (int g = 0; g < count; g++) write_group(plan, out, blocks, 0, first + g, products[g]);
+  }
+
+  const std::unique_ptr<Op> whole_;
+  const int out_, x_, gate_, up_, gate_bias_, up_bias_;
   const RowCopy* copy_ = nullptr;  // of this step; null: the whole matrix
-  std::vector<int> rows_;
+  Input rows_[kMostStepRows];
 };
 
 // x where |x| > least, else 0. What is not a number stays.
@@ -253,8 +282,9 @@ class Threshold : public Op {
 std::unique_ptr<Op> make_sparse_linear(int out, int x, int weight, int bias, int residual) {
   return std::make_unique<SparseLinear>(out, x, weight, bias, residual);
 }
-std::unique_ptr<Op> make_gated_rows(int out, int x, int gate, int weight, int bias) {
-  return std::make_unique<GatedRows>(out, x, gate, weight, bias);
+std::unique_ptr<Op> make_skipping_glu(int out, int x, int gate, int up, int gate_bias,
+                                      int up_bias) {
+  return std::make_unique<SkippingGlu>(out, x, gate, up, gate_bias, up_bias);
 }
 std::unique_ptr<Op> make_threshold(int out, int x, float least) {
   return std::make_unique<Threshold>(out, x, least);

@@ -31,6 +31,7 @@ Plan::Plan(const Kernels* kernels, std::shared_ptr<Pool> pool)
       pool_(std::move(pool)),
       kv_(std::make_shared<std::vector<KvGroup>>()),
       packing_(pool_),
+      copies_(kernels_->name),
       programs_(1),
       deal_(pool_->threads()),
       kv_ahead_(std::make_unique<KvAhead>(pool_->threads())) {}
@@ -42,6 +43,7 @@ Plan::Plan(Plan* shared)
       float_activations_(shared->float_activations_),
       weights_(shared->weights_),
       packing_(pool_),
+      copies_(kernels_->name),
       vectors_(shared->vectors_),
       vector_lengths_(shared->vector_lengths_),
       programs_(1),
@@ -154,14 +156,14 @@ int Plan::add_vector(const float* data, int n) {
 
 void Plan::copy_columns(int weight) {
   const Weight& w = weights_[weight];
-  if (!has_copies(w.format) || w.wide || copies_.columns(weight)) return;
+  if (!has_copies(w) || copies_.columns(weight)) return;
   uint8_t* to = allocate(MatrixCopies::column_bytes(w, threads()));
   copies_.add_columns(weight, w, threads(), to);
 }
 
 void Plan::copy_rows(int weight) {
   const Weight& w = weights_[weight];
-  if (!has_copies(w.format) || w.wide || copies_.rows(weight)) return;
+  if (!has_copies(w) || copies_.rows(weight)) return;
   copies_.add_rows(weight, w, allocate(MatrixCopies::row_bytes(w)));
 }
 

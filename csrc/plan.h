@@ -386,7 +386,7 @@ std::unique_ptr<Op> make_linear_activate(int out, int x, int weight, int bias,
 // The same as linear and glu_linear, over the part of the weight that x, or the gate after its
 // activation, needs; activations have no offset.
 std::unique_ptr<Op> make_sparse_linear(int out, int x, int weight, int bias, int residual);
-std::unique_ptr<Op> make_gated_rows(int out, int x, int gate, int weight, int bias);
+std::unique_ptr<Op> make_skipping_glu(int out, int x, int gate, int up, int gate_bias, int up_bias);
 // x where |x| > least, else 0.
 std::unique_ptr<Op> make_threshold(int out, int x, float least);
 // Each head of x, or the one that it has, times the head's weight.

@@ -2,6 +2,7 @@
 // rows of a block.
 #pragma once
 #include <algorithm>
+#include <cstring>
 
 #include "plan.h"
 
@@ -18,6 +19,16 @@ inline void multiply(const Plan& plan, const Weight& w, int t, bool offset, cons
       w.tile(t), w.shape, block, out, aside);
   if (!bias) return;
   for (int m = 0; m < rows; m++) k.add(out + 16 * m, bias + 16 * t, out + 16 * m, 16);
+}
+
+// Writes columns 32 group .. of block `b`, rows[m][32], to a buffer, packed or not.
+inline void write_group(const Plan& plan, const Buffer& out, const Blocks& blocks, int b, int group,
+                        const float* rows) {
+  const int first = kGroup * group, n = std::clamp(out.width - first, 0, kGroup),
+            row = blocks.first(b);
+  if (out.packed) return plan.pack_columns(out, row, blocks.rows(b), first, rows, kGroup, n);
+  for (int m = 0; m < blocks.rows(b); m++)
+    std::memcpy(out.row(row + m) + first, rows + kGroup * m, static_cast<size_t>(n) * 4);
 }
 
 // The weights of a gated unit, and their biases or null.

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 
+from headrace.backend import lower_program
 from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig
 from headrace.errors import FormatError, RequestError
 from headrace.loader.calibration_file import check_calibrated_model, finite, read_calibration
 from headrace.model import trace_model
+from headrace.program.ops import Linear
 from headrace.program.sparsity import (
     has_zero_activations,
     sparse_inputs,
@@ -14,6 +16,7 @@ from headrace.program.sparsity import (
     with_thresholds,
 )
 from headrace.program.trace import Program
+from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
 
 KIND = "activation_sparsity"
@@ -74,6 +77,24 @@ def check_activation_sparsity(config: EngineConfig, checkpoint: Checkpoint) -> N
                 f"{option} {path!r} has a threshold for {unknown[0]!r}, which is no input of "
                 f"this model; make one with `{_COMMAND}`"
             )
+
+
+def whole_matrices(
+    config: EngineConfig, program: Program, tensors: Mapping[str, StoredTensor]
+) -> str:
+    """A note on the matrices that steps read whole, although some of their activations are 0."""
+    wanted = {op.weight.name for op in program.ops if isinstance(op, Linear) and op.density < 1}
+    if not wanted or config.backend != "cpu":
+        return ""
+    lowered = lower_program(config.backend, program, tensors)
+    whole = wanted - {weight.name for op in lowered.ops for weight in op.copies()}
+    if not whole:
+        return ""
+    formats = ", ".join(sorted({tensors[name].format.name for name in whole}))
+    return (
+        f"{len(whole)} of {len(wanted)} matrices with sparse activations are read whole: they, or "
+        f"others with their input, have a format without a copy by columns ({formats})"
+    )
 
 
 def _sparse(config: EngineConfig, program: Program, option: str, path: str) -> Program:

@@ -17,7 +17,7 @@ from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.errors import RequestError
-from headrace.loader.activation_sparsity import check_activation_sparsity
+from headrace.loader.activation_sparsity import check_activation_sparsity, whole_matrices
 from headrace.loader.backend_choice import with_backend
 from headrace.loader.chat_template import read_chat_template
 from headrace.loader.drafts import compile_draft_models, open_draft_checkpoints, target_program
@@ -145,6 +145,8 @@ def load_engine(
     threads = threads_per_rank(config, mesh)
     weights = f"{program.weight_bytes / 1e6:,.0f} MB of weights"
     _log.info("packing %s for %s", weights, config.backend)
+    if note := whole_matrices(config, program, checkpoint.tensors):
+        _log.warning(note)
     if mesh.ranks > 1:
         ranks = compile_ranks(model, config, mesh, checkpoint, program, kv, launcher)
         draft_models = compile_draft_models(config, drafts, checkpoint, ranks, draft_kv)

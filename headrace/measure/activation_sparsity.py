@@ -34,8 +34,9 @@ from headrace.record import frozen
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 _ROWS = 64
-_OCTAVES, _BINS = 64, 64
-"""Octaves of magnitudes from 2^-32 on, and bins of an octave: thresholds to 1 %."""
+_UNUSED_BITS = 15
+"""Low bits of a magnitude that its bin ignores: an octave has 256 bins."""
+_NUM_BINS = 1 << 31 - _UNUSED_BITS
 _TRIALS = 50
 
 Masks = Mapping[str, NDArray[np.bool_]]
@@ -119,10 +120,10 @@ def write_thresholds(
     pieces = calibration_pieces(checkpoint, None, length, tokens)
     program = trace_model(checkpoint.spec, checkpoint.tensors)
     reader = _InputReader(program, checkpoint.tensors, sparse_inputs(program), length)
-    counts = {name: np.zeros(_OCTAVES * _BINS, np.int64) for name in reader.inputs}
+    counts = {name: np.zeros(_NUM_BINS, np.int64) for name in reader.inputs}
     for piece in track(pieces, len(pieces), "activations", on_progress):
         for name, rows in reader.read(piece):
-            counts[name] += np.bincount(_bin_of(rows), minlength=_OCTAVES * _BINS)
+            counts[name] += np.bincount(_bin_of(rows), minlength=_NUM_BINS)
     reader.close()
     thresholds = {name: _quantile(found, sparsity) for name, found in counts.items()}
     _write(file, checkpoint, sparsity, thresholds)
@@ -245,14 +246,12 @@ class _InputReader:
         self._executable.close()
 
 
-def _bin_of(rows: NDArray[np.float32]) -> NDArray[np.int64]:
-    magnitudes = np.abs(rows.reshape(-1)).astype(np.float64)
-    exponents = np.log2(np.maximum(magnitudes, 2.0 ** -(_OCTAVES // 2)))
-    bins = ((exponents + _OCTAVES // 2) * _BINS).astype(np.int64)
-    return np.clip(bins, 0, _OCTAVES * _BINS - 1)
+def _bin_of(rows: NDArray[np.float32]) -> NDArray[np.int32]:
+    """Numbers of bins in ascending order of magnitude: the bits of a float32 have its order."""
+    return np.abs(rows.reshape(-1)).view(np.int32) >> _UNUSED_BITS
 
 
 def _quantile(counts: NDArray[np.int64], share: float) -> float:
-    """The magnitude up to which a share of the numbers lie."""
+    """The magnitude up to which a share of the numbers lie, at the end of its bin."""
     below = np.searchsorted(np.cumsum(counts), share * counts.sum())
-    return float(2.0 ** (below / _BINS - _OCTAVES // 2))
+    return float(np.int32((below + 1) << _UNUSED_BITS).view(np.float32))

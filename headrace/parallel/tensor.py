@@ -185,8 +185,6 @@ class TensorParallel:
                 self._concat_heads(op)
             case ops.Glu() if self._parts.get(op.gate.id) == self._parts.get(op.up.id):
                 self._elementwise(op, op.gate)
-            case ops.GatedRows() if op.gate.id in self._parts:
-                self._gated_rows(op)
             case ops.Rope() if op.out.id not in self._required_parts:
                 # Its input may be split within a head, which cannot be rotated.
                 self._ops.append(self._with_whole_inputs(op))
@@ -222,20 +220,6 @@ class TensorParallel:
                 x=self._whole(op.x),
                 weight=slice_weight(op.weight, rows),
                 bias=op.bias and slice_weight(op.bias, rows),
-            )
-        )
-
-    def _gated_rows(self, op: ops.GatedRows) -> None:
-        parts = self._parts[op.gate.id]
-        rows = parts[self.rank]
-        self._ops.append(
-            replace(
-                op,
-                out=self._split(op.out, parts),
-                x=self._whole(op.x),
-                gate=self._own_parts[op.gate.id],
-                up=slice_weight(op.up, rows),
-                up_bias=op.up_bias and slice_weight(op.up_bias, rows),
             )
         )
 

@@ -18,7 +18,6 @@ from headrace.program.ops import (
     Activate,
     Add,
     Attention,
-    GatedRows,
     Glu,
     GluLinear,
     KvWrite,
@@ -30,7 +29,7 @@ from headrace.program.ops import (
 )
 from headrace.program.trace import Program
 
-LINEAR_OPS = (Linear, LinearActivate, LinearAdd, QkvRopeWrite, GluLinear, GatedRows)
+LINEAR_OPS = (Linear, LinearActivate, LinearAdd, QkvRopeWrite, GluLinear)
 
 
 class _Rewrite(NamedTuple):
@@ -126,6 +125,7 @@ def _fuse_glu(ops: list[Op], uses: _Uses) -> Iterator[_Rewrite]:
                 activation=op.activation,
                 gate_bias=gate.bias,
                 up_bias=up.bias,
+                density=op.density,
             )
             yield _Rewrite(op, fused, [gate, up])
 

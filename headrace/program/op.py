@@ -58,6 +58,8 @@ class Weight:
     nbytes: int
     """Bytes in the file, or in the backend's memory after lowering."""
     kind: Kind = "f32"
+    copy_nbytes: int = 0
+    """Bytes of its copy after lowering, if an op reads it in part."""
     whole_rows: int = 0
     """Rows of the whole matrix, if this is a rank's share of one; else 0."""
 

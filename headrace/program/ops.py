@@ -164,28 +164,6 @@ class LinearAdd(Op):
 
 
 @frozen
-class GatedRows(Op):
-    """out = gate * (x @ up.T + up_bias); rows of `up` whose gates are 0 may stay unread"""
-
-    out: Value
-    x: Value
-    gate: Value
-    up: Weight
-    up_bias: Weight | None = None
-    density: float = 1.0
-    """Expected share of gates that are not 0."""
-
-    def flops(self, step: StepSize) -> int:
-        return matmul_flops(self.x.num_rows(step), self.up)
-
-    def bytes(self, step: StepSize) -> int:
-        return int(super().bytes(step) * needed_share(self.density, self.x.num_rows(step)))
-
-    def copies(self) -> list[Weight]:
-        return [self.up] if self.density < 1 else []
-
-
-@frozen
 class Threshold(Op):
     """out = x where |x| > least, else 0 (TEAL, Liu et al. 2024)"""
 
@@ -410,6 +388,8 @@ class Glu(Op):
     gate: Value
     up: Value
     activation: Activation
+    density: float = 1.0
+    """Expected share of numbers of activation(gate) that are not 0. Only fused ops save by it."""
 
     def flops(self, step: StepSize) -> int:
         return (_ACTIVATION_FLOPS[self.activation] + 1) * self.out.num_rows(step) * self.out.width
@@ -479,9 +459,18 @@ class GluLinear(Op):
     activation: Activation
     gate_bias: Weight | None = None
     up_bias: Weight | None = None
+    density: float = 1.0
+    """As of `Glu`. Below 1, rows of `up` that meet a 0 may stay unread."""
 
     def flops(self, step: StepSize) -> int:
         return matmul_flops(self.x.num_rows(step), self.gate, self.up)
+
+    def bytes(self, step: StepSize) -> int:
+        unread = 1 - needed_share(self.density, self.x.num_rows(step))
+        return super().bytes(step) - int(self.up.nbytes * unread)
+
+    def copies(self) -> list[Weight]:
+        return [self.up] if self.density < 1 else []
 
 
 @frozen

@@ -5,13 +5,20 @@ sets small activations to zero first (TEAL, Liu et al. 2024).
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import count
 
 from headrace.program.op import Op, Value
-from headrace.program.ops import Activate, Activation, GatedRows, Glu, Linear, LinearAdd, Threshold
+from headrace.program.ops import (
+    Activate,
+    Activation,
+    Glu,
+    GluLinear,
+    Linear,
+    LinearAdd,
+    Threshold,
+)
 from headrace.program.trace import Program
 
 ZERO_ACTIVATIONS: tuple[Activation, ...] = ("relu",)
@@ -32,47 +39,19 @@ def has_zero_activations(program: Program) -> bool:
 
 
 def with_skipped_zeros(program: Program) -> Program:
-    """Compute gates first; leave out the rows of `up` and the columns of `down` that meet a 0."""
-    writer = {out.id: op for op in program.ops if (out := op.output())}
-    reads = Counter(value.id for op in program.ops for value in op.inputs())
-    ids = _new_ids(program)
-    dropped: set[int] = set()
+    """Leave out the rows of `up` and the columns of `down` that meet a 0 after a ReLU."""
     zeros: set[int] = set()
-    ops: dict[int, list[Op]] = {}
-    for number, op in enumerate(program.ops):
-        if not isinstance(op, Glu | Activate) or op.activation not in ZERO_ACTIVATIONS:
-            continue
-        zeros.add(op.out.id)
-        if isinstance(op, Activate) or op.gate == op.up:
-            continue
-        up = writer[op.up.id]
-        if not isinstance(up, Linear) or reads[op.up.id] != 1:
-            continue
-        gate = replace(op.gate, id=next(ids))
-        ops[number] = [
-            Activate(gate, op.gate, op.activation),
-            GatedRows(
-                out=op.out,
-                x=up.x,
-                gate=gate,
-                up=up.weight,
-                up_bias=up.bias,
-                density=RELU_DENSITY,
-            ),
-        ]
-        dropped.add(op.up.id)
 
-    def rewritten(number: int, op: Op) -> list[Op]:
-        if number in ops:
-            return ops[number]
-        if (out := op.output()) and out.id in dropped:
-            return []
+    def marked(op: Op) -> Op:
+        if isinstance(op, Glu | Activate) and op.activation in ZERO_ACTIVATIONS:
+            zeros.add(op.out.id)
+            if isinstance(op, Glu) and op.gate != op.up:
+                return replace(op, density=RELU_DENSITY)
         if isinstance(op, Linear) and op.x.id in zeros:
-            return [replace(op, density=RELU_DENSITY)]
-        return [op]
+            return replace(op, density=RELU_DENSITY)
+        return op
 
-    new = [made for number, op in enumerate(program.ops) for made in rewritten(number, op)]
-    return replace(program, ops=tuple(new))
+    return replace(program, ops=tuple(marked(op) for op in program.ops))
 
 
 def sparse_inputs(program: Program) -> dict[str, Value]:
@@ -128,6 +107,6 @@ def _new_ids(program: Program) -> Iterator[int]:
 
 def dense(program: Program) -> Program:
     """The program for a backend that reads whole matrices."""
-    kept = (Linear, LinearAdd, GatedRows)
+    kept = (Linear, LinearAdd, Glu, GluLinear)
     ops = (replace(op, density=1.0) if isinstance(op, kept) else op for op in program.ops)
     return replace(program, ops=tuple(ops))

@@ -183,8 +183,13 @@ class Program:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights, each counted once, and of their copies."""
+        return sum(weight.nbytes for weight in self.weights.values()) + self.copy_bytes
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of the copies of matrices that ops read in part."""
         copies = {weight.name: weight for op in self.ops for weight in op.copies()}
-        return sum(w.nbytes for w in (*self.weights.values(), *copies.values()))
+        return sum(weight.copy_nbytes or weight.nbytes for weight in copies.values())
 
     def with_weights(self, new: Mapping[str, Weight]) -> "Program":
         return replace(self, ops=tuple(op.with_weights(new) for op in self.ops))

@@ -14,7 +14,7 @@ from tests.parallel import lockstep
 
 FUSED = {ops.LinearActivate, ops.LinearAdd, ops.QkvRopeWrite, ops.GluLinear}
 """Ops that `fuse` makes of others, so a model cannot trace them."""
-REWRITTEN = {ops.GatedRows, ops.Threshold}
+REWRITTEN = {ops.Threshold}
 """Ops that `program/sparsity.py` adds to a traced program."""
 
 

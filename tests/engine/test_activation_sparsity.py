@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 from headrace.backend import compile_program
-from headrace.config import KvConfig
+from headrace.config import EngineConfig, KvConfig
 from headrace.errors import FormatError, ModelNotFoundError
-from headrace.loader.activation_sparsity import read_thresholds
+from headrace.loader.activation_sparsity import read_thresholds, whole_matrices
 from headrace.loader.calibration_file import write_calibration
 from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.parallel.tensor import TensorParallel
-from headrace.program.ops import GatedRows, Threshold
+from headrace.program.fuse import fuse
+from headrace.program.ops import GluLinear, Threshold
 from headrace.program.sparsity import sparse_inputs, with_skipped_zeros, with_thresholds
 from headrace.quant.formats import StoredTensor
 from tests.backend.batches import Sequence, batch_of
@@ -80,7 +81,7 @@ def logits(program: Any, tensors: Tensors, rows: int, backend: str = "cpu") -> A
     return executable.launch(batch, logits=True).wait().logits
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("format", ["Q4_0", "Q4_1", "Q8_0", "Q4_K"])
 def test_rows_and_columns_of_zeros_stay_unread(format: str, rows: int) -> None:
     """Their weights are infinite, so a product with them would not be finite."""
@@ -107,9 +108,8 @@ def test_rows_and_columns_of_zeros_stay_unread(format: str, rows: int) -> None:
 def test_reference_computes_the_same_equations(kind: str) -> None:
     spec, tensors = relu_model(kind, "F32")
     program = trace_model(spec, tensors)
-    assert any(isinstance(op, GatedRows) for op in with_skipped_zeros(program).ops) == (
-        kind == "gated"
-    )
+    fused = fuse(with_skipped_zeros(program)).ops
+    assert any(isinstance(op, GluLinear) and op.density < 1 for op in fused) == (kind == "gated")
     for changed in (with_skipped_zeros(program), thinned(program)):
         want = logits(changed, tensors, 3, "reference")
         np.testing.assert_allclose(logits(changed, tensors, 3), want, rtol=1e-4, atol=1e-4)
@@ -201,3 +201,10 @@ def test_malformed_thresholds_are_refused(
 def test_other_models_and_backends_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="No such file"):
         read_thresholds("activation_sparsity", str(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize(("format", "whole"), [("Q4_1", 0), ("F32", 14)])
+def test_matrices_that_are_read_whole_are_named(format: str, whole: int) -> None:
+    spec, tensors = tiny_model(2, dim=64, ffn=128, format=format)
+    note = whole_matrices(EngineConfig(backend="cpu"), thinned(trace_model(spec, tensors)), tensors)
+    assert note == "" if not whole else f"{whole} of {whole} matrices" in note and format in note

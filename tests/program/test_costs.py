@@ -170,7 +170,7 @@ def test_costs_cover_every_op() -> None:
         if isinstance(op, type) and issubclass(op, Op) and op is not Op
     }
     # Rewritten programs have them: tests/engine/test_activation_sparsity.py, test_early_exit.py.
-    every -= {ops.ExitChoice, ops.GatedRows, ops.Threshold}
+    every -= {ops.ExitChoice, ops.Threshold}
     assert every == {type(op) for program, _ in programs(shape) for op in program.ops}
 
 

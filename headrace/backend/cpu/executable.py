@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from headrace import _native
 from headrace.backend import HostBlocks, expert_table
 from headrace.backend.cpu.lowering import Lowering, ProcessGroup
-from headrace.backend.cpu.packing import column_order, named_in_errors, packed_bytes
+from headrace.backend.cpu.packing import column_order, copy_bytes, named_in_errors, packed_bytes
 from headrace.backend.variants import GatheredRows, result_of, run_parts, with_adapter
 from headrace.batch import Ints, RaggedBatch, StepTimes
 from headrace.config import Activations, KvConfig
@@ -28,8 +28,8 @@ from headrace.program.adapter import (
     with_own_weights,
 )
 from headrace.program.fuse import LINEAR_OPS, fuse
-from headrace.program.op import Value, Weight
-from headrace.program.ops import Linear
+from headrace.program.op import Op, Value, Weight
+from headrace.program.ops import Glu, GluLinear, Linear
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.quant.kv import BLOCK_SIZE
@@ -62,6 +62,7 @@ def lower(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
     inputs = {
         op.x.id for op in program.ops if isinstance(op, Linear) and op.weight.name in reordered
     }
+    program = _whole_without_copies(program, weights)
     fused = fuse(program, unpacked=inputs)
     orders = (
         {column_order(weights[weight.name]) for weight in op.matrices()}
@@ -72,15 +73,43 @@ def lower(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
     return lower_unfused(fused if can_fuse else program, weights)
 
 
+def _whole_without_copies(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
+    """The program with the whole of matrices that cannot be read in part.
+
+    So are the others with the same input: one fused op then reads them all.
+    """
+
+    def is_whole(linear: Op | None) -> bool:
+        return isinstance(linear, Linear) and not copy_bytes(
+            weights[linear.weight.name], by_rows=True
+        )
+
+    writers = {out.id: op for op in program.ops if (out := op.output())}
+    whole = {op.x.id for op in program.ops if isinstance(op, Linear) and is_whole(op)}
+
+    def marked(op: Op) -> Op:
+        if isinstance(op, Linear) and op.x.id in whole:
+            return replace(op, density=1.0)
+        if isinstance(op, Glu) and is_whole(writers.get(op.up.id)):
+            return replace(op, density=1.0)
+        return op
+
+    return replace(program, ops=tuple(marked(op) for op in program.ops))
+
+
 def lower_unfused(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
     """The program in its own ops, with the bytes of packed weights. Reads no weight.
 
     Raises UnsupportedModelError for a format without a kernel.
     """
+    by_rows = {op.up.name for op in program.ops if isinstance(op, GluLinear)}
+    copied = {weight.name for op in program.ops for weight in op.copies()}
 
     def packed(weight: Weight) -> Weight:
-        with named_in_errors(weight.name):
-            return replace(weight, nbytes=packed_bytes(weights[weight.name]))
+        tensor, name = weights[weight.name], weight.name
+        with named_in_errors(name):
+            copy = copy_bytes(tensor, by_rows=name in by_rows) if name in copied else 0
+            return replace(weight, nbytes=packed_bytes(tensor), copy_nbytes=copy)
 
     matrices = {weight.name: packed(weight) for op in program.ops for weight in op.matrices()}
     vectors = {

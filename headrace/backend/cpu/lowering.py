@@ -276,11 +276,6 @@ def _sparse_linear(lo: Lowering, op: ops.Linear | ops.LinearAdd, residual: int) 
     lo.write(op.out, lambda out: lo.plan.sparse_linear(out, x, weight, bias, residual))
 
 
-def _gated_rows(lo: Lowering, op: ops.GatedRows) -> None:
-    x, weight, bias = lo.packed_input(op.x, op.up), lo.weight(op.up), lo.vector(op.up_bias)
-    lo.write(op.out, lambda out: lo.plan.gated_rows(out, x, lo.buffer(op.gate), weight, bias))
-
-
 def _threshold(lo: Lowering, op: ops.Threshold) -> None:
     lo.write(op.out, lambda out: lo.plan.threshold(out, lo.buffer(op.x), op.least))
 
@@ -349,7 +344,9 @@ def _glu_linear(lo: Lowering, op: ops.GluLinear) -> None:
     )
     lo.write(
         op.out,
-        lambda out: lo.plan.glu_linear(out, x, gate, up, gate_bias, up_bias, op.activation),
+        lambda out: lo.plan.glu_linear(
+            out, x, gate, up, gate_bias, up_bias, op.activation, op.density < 1
+        ),
         packs_groups=True,
     )
 
@@ -461,7 +458,6 @@ LOWER: dict[type[Op], Callable[[Lowering, Any], None]] = {
     ops.Norm: _norm,
     ops.Linear: _linear,
     ops.LinearActivate: _linear_activate,
-    ops.GatedRows: _gated_rows,
     ops.Threshold: _threshold,
     ops.LinearAdd: _linear_add,
     ops.HeadLinear: _head_linear,

@@ -25,6 +25,14 @@ def packed_bytes(tensor: StoredTensor) -> int:
     return _native.packed_bytes(tensor.format.name, tensor.rows, tensor.cols)
 
 
+def copy_bytes(tensor: StoredTensor, *, by_rows: bool) -> int:
+    """Bytes of a copy by rows or columns, of which kernels read parts; 0 for a format without."""
+    spec = _table_spec(tensor)
+    if spec:
+        return spec.copy_bytes(by_rows)
+    return _native.copy_bytes(tensor.format.name, tensor.rows, tensor.cols, by_rows)
+
+
 def add_weight(plan: _native.Plan, tensor: StoredTensor) -> int:
     """Add a matrix, which is packed now or by `start_weights`, and then release the pages of its
     file. Raises UnsupportedModelError.

@@ -268,10 +268,6 @@ def _activate(s: Step, op: ops.Activate) -> Floats:
     return activated(s.x(op.x), op.activation)
 
 
-def _gated_rows(s: Step, op: ops.GatedRows) -> Floats:
-    return s.x(op.gate) * s.linear(op.x, op.up, op.up_bias)
-
-
 def _threshold(s: Step, op: ops.Threshold) -> Floats:
     x = s.x(op.x)
     return np.where(np.abs(x) <= op.least, 0, x)
@@ -387,7 +383,6 @@ RUN: dict[type[Op], Callable[[Step, Any], Floats | None]] = {
     ops.Glu: _glu,
     ops.GluLinear: _glu_linear,
     ops.Activate: _activate,
-    ops.GatedRows: _gated_rows,
     ops.Threshold: _threshold,
     ops.Scale: _scale,
     ops.SoftCap: _soft_cap,

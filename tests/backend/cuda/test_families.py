@@ -10,7 +10,7 @@ from headrace.backend.cuda.lowering import LOWER
 from headrace.backend.reference.ops import RUN
 from headrace.config import KvConfig
 from headrace.model import trace_model
-from headrace.program import collective, ops
+from headrace.program import collective
 from headrace.program.op import Op
 from tests.backend.batches import Sequence, batch_of
 from tests.family_configs import CONFIGS, spec_of
@@ -21,16 +21,13 @@ TREE = [4, 9, 4], [-1, -1, 0]
 
 
 def test_every_op_has_a_kernel() -> None:
-    """Ops of ranks need no reference; abstract classes of ops are not lowered.
-
-    `skip_zeros`, which makes gated rows, is refused on GPUs.
-    """
+    """Ops of ranks need no reference; abstract classes of ops are not lowered."""
     of_ranks = {
         op
         for op in vars(collective).values()
         if isinstance(op, type) and issubclass(op, Op) and op.__module__ == collective.__name__
     }
-    assert set(LOWER) == set(RUN) - {ops.GatedRows} | (of_ranks - {collective.Collective})
+    assert set(LOWER) == set(RUN) | (of_ranks - {collective.Collective})
 
 
 @pytest.mark.parametrize("name", CONFIGS)
