@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from headrace.errors import UnsupportedModelError
 from headrace.program.moe import Experts
 from headrace.program.op import Op, Weight
-from headrace.program.ops import Embed, GatedRows, Linear
+from headrace.program.ops import Embed, Linear
 from headrace.program.trace import Program, Tracer
 from headrace.quant.formats import FORMATS, StoredTensor
 from headrace.quant.spec import encode_numbers
@@ -194,8 +194,6 @@ def with_own_weights(program: Program, own: Mapping[str, StoredTensor]) -> Progr
         op = op.with_weights({old.name: weight(old, old.name) for old in op.weights()})
         if isinstance(op, Linear) and op.bias is None:
             return replace(op, bias=new_bias(op.weight))
-        if isinstance(op, GatedRows) and op.up_bias is None:
-            return replace(op, up_bias=new_bias(op.up))
         return op
 
     result = replace(program, ops=tuple(map(changed, program.ops)))
