@@ -390,93 +390,56 @@ void matmul_i8_mixed(const uint8_t* tile, const TileShape& shape, const uint8_t*
     }
 }
 
-// Groups of 32 columns of bf16 in pairs, and 2:4 ones spread to all columns.
-template <Format F>
-struct PairGroup {
-  static constexpr int pairs = kGroup / 2, bytes = is_sparse(F) ? unit_bytes(F) : pairs * 64;
-
-  // Columns 2i and 2i + 1.
-  static HR_INLINE Vb line(const uint8_t* group, int i) {
-    if constexpr (is_sparse(F))
-      return sparse_pairs(group, i / 2, i % 2);
-    else
-      return load_bytes(group + 64 * i);
-  }
-  // Of dense weights the hardware keeps up with few rows alone.
-  static HR_INLINE void fetch_line(const uint8_t* group, int i, int rows) {
-    if ((is_sparse(F) || rows >= 6) && 64 * i < bytes) prefetch_l2(group + kFetchAhead + 64 * i);
-  }
-};
-
-// Adjacent groups times all rows, each group in a sum of its own.
-template <Format F, int Rows, int Groups>
-HR_INLINE void add_pair_groups(Vf (&acc)[Groups][Rows], const uint8_t* groups, const Pair* x) {
-  using Group = PairGroup<F>;
+// Units of bf16 weights times all rows: of a dense matrix pairs of columns, of a 2:4 one groups.
+template <Format F, int Rows>
+HR_INLINE void add_pairs(Vf (&acc)[Rows], const uint8_t* unit, const Pair* x, size_t ahead) {
+  constexpr int lines = unit_columns(F) / 2, bytes = unit_bytes(F);
 #pragma GCC unroll 16
-  for (int i = 0; i < Group::pairs; i++)
-#pragma GCC unroll 2
-    for (int g = 0; g < Groups; g++) {
-      Group::fetch_line(groups + g * Group::bytes, i, Rows);
-      const Vb w = Group::line(groups + g * Group::bytes, i);
+  for (int i = 0; i < lines; i++) {
+    // Of dense weights the hardware keeps up with few rows alone.
+    if ((is_sparse(F) || Rows >= 6) && 64 * i < bytes) prefetch_l2(unit + ahead + 64 * i);
+    const Vb w = is_sparse(F) ? sparse_pairs(unit, i / 2, i % 2) : load_bytes(unit);
 #pragma GCC unroll 16
-      for (int m = 0; m < Rows; m++)
-        acc[g][m] = dot_pair(acc[g][m], w, x + kPairStride * ((g * Group::pairs + i) * Rows + m));
-    }
-}
-
-// Pairs of a dense matrix that are no whole group.
-template <int Rows>
-HR_INLINE void add_last_pairs(Vf (&acc)[Rows], const uint8_t* lines, const Pair* x, int count) {
-  for (int i = 0; i < count; i++, lines += 64, x += kPairStride * Rows) {
-    const Vb w = load_bytes(lines);
-#pragma GCC unroll 16
-    for (int m = 0; m < Rows; m++) acc[m] = dot_pair(acc[m], w, x + kPairStride * m);
+    for (int m = 0; m < Rows; m++) acc[m] = dot_pair(acc[m], w, x + kPairStride * (Rows * i + m));
   }
 }
 
-// bf16 weights: activations in pairs, bf16 where the processor multiplies them, else float32. A
-// product waits for the one before it in the same sum, and with one sum of a single row memory
-// waits for the products. So groups with even numbers have a sum, and groups with odd numbers
-// another; a 2:4 matrix has the products of the dense one in its order. If registers have no room
-// for two sums of each row, the second begins when the first has ended.
+// bf16 weights: activations in pairs, bf16 where the processor multiplies them, else float32. Each
+// half of the groups of 32 columns has a sum of its own; a 2:4 matrix has the products of the dense
+// one in its order. A product waits for the one before it in the same sum, and with one sum per row
+// memory would wait for the products of few rows with 2:4 weights: these go on with both at once.
 template <Format F, int Rows>
 void matmul_pairs(const uint8_t* tile, const TileShape& shape, const uint8_t* block, float* out,
                   const Aside&) {
-  using Group = PairGroup<F>;
-  constexpr int per_group = is_sparse(F) ? 1 : Group::pairs,
-                x_step = kPairStride * Group::pairs * Rows;
-  const int groups = shape.units / per_group, last = shape.units % per_group;
+  constexpr int per_group = kGroup / unit_columns(F), bytes = unit_bytes(F),
+                step = kPairStride * Rows * unit_columns(F) / 2;
+  const int half = (shape.units + per_group - 1) / per_group / 2 * per_group;
   const auto* x = reinterpret_cast<const Pair*>(block);
-  if constexpr (2 * Rows <= kAccumulators) {
-    Vf acc[2][Rows];
+  Vf acc[2][Rows];
 #pragma GCC unroll 16
-    for (int m = 0; m < Rows; m++) acc[0][m] = acc[1][m] = zero();
-    for (int g = 1; g < groups; g += 2, tile += 2 * Group::bytes, x += 2 * x_step)
-      add_pair_groups<F, Rows, 2>(acc, tile, x);
-    auto& first = reinterpret_cast<Vf(&)[1][Rows]>(acc[0]);
-    if (groups % 2) {
-      add_pair_groups<F, Rows, 1>(first, tile, x);
-      if (last) add_last_pairs<Rows>(acc[1], tile + Group::bytes, x + x_step, last);
-    } else if (last) {
-      add_last_pairs<Rows>(acc[0], tile, x, last);
+  for (int m = 0; m < Rows; m++) acc[0][m] = acc[1][m] = zero();
+  if constexpr (is_sparse(F) && 2 * Rows <= kAccumulators) {
+    const size_t later = static_cast<size_t>(half) * bytes,
+                 whole = static_cast<size_t>(shape.units) * bytes;
+    const auto* more = x + static_cast<size_t>(half) * step;
+    for (int u = 0; u < half; u++, tile += bytes, x += step, more += step) {
+      // After the first half comes that of the next tile's second one, which is read at once.
+      const size_t jump = (half - u) * bytes <= kFetchAhead ? whole : 0;
+      add_pairs<F, Rows>(acc[0], tile, x, kFetchAhead + jump);
+      add_pairs<F, Rows>(acc[1], tile + later, more, kFetchAhead);
     }
+    if (2 * half < shape.units) add_pairs<F, Rows>(acc[1], tile + later, more, kFetchAhead);
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; m++) store(out + 16 * m, add(acc[0][m], acc[1][m]));
   } else {
-    for (int odd = 0; odd < 2; odd++) {
-      Vf acc[1][Rows];
+    for (int u = 0; u < half; u++, tile += bytes, x += step)
+      add_pairs<F, Rows>(acc[0], tile, x, kFetchAhead);
 #pragma GCC unroll 16
-      for (int m = 0; m < Rows; m++) acc[0][m] = zero();
-      for (int g = odd; g < groups; g += 2)
-        add_pair_groups<F, Rows, 1>(acc, tile + static_cast<size_t>(g) * Group::bytes,
-                                    x + static_cast<size_t>(g) * x_step);
-      if (last && groups % 2 == odd)
-        add_last_pairs<Rows>(acc[0], tile + static_cast<size_t>(groups) * Group::bytes,
-                             x + static_cast<size_t>(groups) * x_step, last);
+    for (int m = 0; m < Rows; m++) store(out + 16 * m, acc[0][m]);
+    for (int u = half; u < shape.units; u++, tile += bytes, x += step)
+      add_pairs<F, Rows>(acc[1], tile, x, kFetchAhead);
 #pragma GCC unroll 16
-      for (int m = 0; m < Rows; m++)
-        store(out + 16 * m, odd ? add(load(out + 16 * m), acc[0][m]) : acc[0][m]);
-    }
+    for (int m = 0; m < Rows; m++) store(out + 16 * m, add(load(out + 16 * m), acc[1][m]));
   }
 }
 
