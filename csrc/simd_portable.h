@@ -70,8 +70,14 @@ HR_INLINE Vf keep_bits(Vf a, uint32_t mask) {
   EACH_LANE(mask >> i & 1 ? a[i] : 0.0f);
 }
 HR_INLINE Vi set1(int32_t x) { return {Vint{} + x}; }
-HR_INLINE Vi add(Vi a, Vi b) { return {a.v + b.v}; }
-HR_INLINE Vi sub(Vi a, Vi b) { return {a.v - b.v}; }
+// Sums wrap around, as in all instruction sets.
+typedef uint32_t Vwords __attribute__((vector_size(64)));
+HR_INLINE Vi add(Vi a, Vi b) {
+  return {reinterpret_cast<Vint>(reinterpret_cast<Vwords>(a.v) + reinterpret_cast<Vwords>(b.v))};
+}
+HR_INLINE Vi sub(Vi a, Vi b) {
+  return {reinterpret_cast<Vint>(reinterpret_cast<Vwords>(a.v) - reinterpret_cast<Vwords>(b.v))};
+}
 HR_INLINE Vi mul(Vi a, Vi b) { return {a.v * b.v}; }
 template <int N>
 HR_INLINE Vi shift_left(Vi a) {
