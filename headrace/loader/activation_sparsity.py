@@ -84,7 +84,7 @@ def whole_matrices(
 ) -> str:
     """A note on the matrices that steps read whole, although some of their activations are 0."""
     wanted = {op.weight.name for op in program.ops if isinstance(op, Linear) and op.density < 1}
-    if not wanted or config.backend != "cpu":
+    if not wanted or config.traits.on_gpu:
         return ""
     lowered = lower_program(config.backend, program, tensors)
     whole = wanted - {weight.name for op in lowered.ops for weight in op.copies()}

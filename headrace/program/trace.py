@@ -341,7 +341,7 @@ class Tracer:
 
     def glu(self, gate: Value, up: Value, activation: Activation = "silu") -> Value:
         out = self._value(gate.width, gate.rows)
-        self.ops.append(Glu(out, gate, up, activation))
+        self.ops.append(Glu(out=out, gate=gate, up=up, activation=activation))
         return out
 
     def activate(self, x: Value, activation: Activation) -> Value:
