@@ -97,6 +97,8 @@ def test_keys_and_tensors_as_llama_cpp_converts_them(name: str, tmp_path: Path) 
     implied = LEFT_OUT | {
         "attention.key_length": dim // heads,
         "attention.value_length": dim // heads,
+        # Its converter repeats `norm_eps` of models without an RMS norm under this key.
+        "attention.layer_norm_rms_epsilon": values.get("attention.layer_norm_epsilon"),
     }
     for key, value in values.items():
         if key == "context_length" and prefix in ("falcon.", "bloom."):

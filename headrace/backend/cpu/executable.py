@@ -80,10 +80,13 @@ def _whole_without_copies(program: Program, weights: Mapping[str, StoredTensor])
     """
 
     def is_whole(linear: Op | None) -> bool:
-        return isinstance(linear, Linear) and not copy_bytes(
-            weights[linear.weight.name], by_rows=True
-        )
+        if not isinstance(linear, Linear):
+            return False
+        with named_in_errors(linear.weight.name):
+            return not copy_bytes(weights[linear.weight.name], by_rows=True)
 
+    if not any(op.copies() for op in program.ops):
+        return program
     writers = {out.id: op for op in program.ops if (out := op.output())}
     whole = {op.x.id for op in program.ops if isinstance(op, Linear) and is_whole(op)}
 
