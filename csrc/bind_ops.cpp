@@ -336,6 +336,7 @@ void glu_linear(Plan& p, int out, int x, int gate, int up, int gate_bias, int up
   adapt(p, x, {gate, up});
   if (!skips) return p.add_op(make_glu_linear(out, x, gate, up, gate_bias, up_bias, by));
   p.copy_rows(up);
+  p.copy_tiles(gate, up);
   p.add_op(make_skipping_glu(out, x, gate, up, gate_bias, up_bias));
 }
 

@@ -68,37 +68,43 @@ void fill_panel(const Weight& weight, const ColumnCopy& copy, int panel) {
   }
 }
 
-bool is_shifted(const Weight& weight) {
-  return has_min(unit_of(weight.format).scales) ||
-         (is_table(weight.format) && weight.shape.zeros != Number::kNone);
-}
-
-RowShape row_shape(const Weight& weight) {
-  return {groups_of(weight), is_shifted(weight), unit_of(weight.format).bits};
+template <Format F>
+size_t bytes_of_row(const TileShape& shape) {
+  constexpr Unit U = unit_of(F);
+  const size_t scales =
+      is_table(F) ? shape.num_scales * (number_bytes(shape.scales) + number_bytes(shape.zeros))
+                  : static_cast<size_t>(shape.units) * U.codes_offset() / kTileRows;
+  const size_t codes = static_cast<size_t>(shape.units) * U.groups() * U.lines_per_group() * 4;
+  return ((scales + 3) / 4 * 4 + codes + 63) / 64 * 64;
 }
 
 template <Format F>
-void fill_rows(const Weight& weight, const RowCopy& copy, const CopyKernels& kernels, int tile) {
-  constexpr int bits = unit_of(F).bits;
-  const RowShape& shape = copy.shape;
-  const int rows = std::min(kTileRows, weight.rows - tile * kTileRows);
-  for (int g = 0; g < shape.groups; g++) {
-    float scales[kTileRows], minima[kTileRows];
-    kernels.scales[static_cast<int>(F)](weight.tile(tile), weight.shape, g, scales, minima);
-    for (int r = 0; r < rows; r++) {
-      uint8_t* to = copy.data + static_cast<size_t>(tile * kTileRows + r) * shape.bytes();
-      std::memcpy(to + 4 * g, scales + r, 4);
-      if (shape.shifted) std::memcpy(to + 4 * (shape.padded() + g), minima + r, 4);
-      uint8_t codes[kGroup];
-      unpack<bits>(lines_of<F>(weight, tile, g) + 4 * r, codes);
-      to += shape.codes_offset() + static_cast<size_t>(g / 4) * 16 * bits + 16 * (g % 4);
-      for (int c = 0; c < 16; c++)
-        if (bits == 8)
-          to[c] = codes[c], to[64 + c] = codes[16 + c];
-        else
-          to[c] = static_cast<uint8_t>(codes[c] | codes[16 + c] << 4);
-    }
+void fill_row(const Weight& weight, const RowCopy& copy, int row) {
+  constexpr Unit U = unit_of(F);
+  const uint8_t* tile = weight.tile(row / kTileRows);
+  const int r = row % kTileRows;
+  uint8_t *to = copy.data + row * copy.stride, *const start = to;
+  const auto numbers = [&](const uint8_t* from, int count, size_t bytes) {
+    for (int i = 0; i < count; i++, to += bytes)
+      std::memcpy(to, from + (kTileRows * static_cast<size_t>(i) + r) * bytes, bytes);
+  };
+  if (is_table(F)) {
+    const TileShape& shape = weight.shape;
+    numbers(tile, shape.num_scales, number_bytes(shape.scales));
+    numbers(tile + shape.zeros_offset(), shape.zeros == Number::kNone ? 0 : shape.num_scales,
+            number_bytes(shape.zeros));
+  } else {
+    constexpr int halves = is_super(U.scales) ? 2 : U.codes_offset() / 32,
+                  bytes = is_super(U.scales) ? (U.codes_offset() - 64) / 16 : 0;
+    for (int u = 0; u < weight.shape.units; u++)
+      numbers(tile + static_cast<size_t>(u) * U.bytes(), halves, 2);
+    for (int u = 0; u < weight.shape.units; u++)
+      numbers(tile + static_cast<size_t>(u) * U.bytes() + 32 * halves, bytes, 1);
   }
+  to = start + (to - start + 3) / 4 * 4;
+  for (int g = 0; g < groups_of(weight); g++)
+    for (int j = 0; j < U.lines_per_group(); j++, to += 4)
+      std::memcpy(to, lines_of<F>(weight, row / kTileRows, g) + 64 * j + 4 * r, 4);
 }
 
 // Calls f<F>() for a format that has copies.
@@ -135,7 +141,8 @@ size_t MatrixCopies::column_bytes(const Weight& weight, int threads) {
 }
 
 size_t MatrixCopies::row_bytes(const Weight& weight) {
-  return weight.rows * row_shape(weight).bytes();
+  return weight.rows *
+         by_format(weight.format, [&]<Format F>() { return bytes_of_row<F>(weight.shape); });
 }
 
 void MatrixCopies::add_columns(int number, const Weight& weight, int threads, uint8_t* to) {
@@ -143,28 +150,42 @@ void MatrixCopies::add_columns(int number, const Weight& weight, int threads, ui
   copy.stride = column_bytes(weight, threads) / copy.panels(weight.tiles());
   copy.data = to;
   columns_[number] = copy;
-  new_.push_back({number, weight, true});
+  new_.push_back({number, weight, Kind::kColumns});
 }
 
 void MatrixCopies::add_rows(int number, const Weight& weight, uint8_t* to) {
-  rows_[number] = {row_shape(weight), to};
-  new_.push_back({number, weight, false});
+  rows_[number] = {row_bytes(weight) / weight.rows, to};
+  new_.push_back({number, weight, Kind::kRows});
+}
+
+void MatrixCopies::add_tiles(int number, const Weight& weight, size_t bytes, uint8_t* to) {
+  Weight copy = weight;
+  copy.data = to;
+  copy.stride = bytes;
+  tiles_.emplace(number, copy);
+  new_.push_back({number, weight, Kind::kTiles});
 }
 
 void MatrixCopies::fill(Pool& pool) {
   for (const New& made : new_) {
     const Weight& w = made.weight;
-    if (made.by_columns) {
+    if (made.kind == Kind::kColumns) {
       const ColumnCopy& copy = columns_.at(made.number);
       pool.parallel(copy.panels(w.tiles()), [&](int begin, int end, int) {
         for (int panel = begin; panel < end; panel++)
           by_format(w.format, [&]<Format F>() { fill_panel<F>(w, copy, panel); });
       });
+    } else if (made.kind == Kind::kTiles) {
+      const Weight& copy = tiles_.at(made.number);
+      pool.parallel(w.tiles(), [&](int begin, int end, int) {
+        for (int tile = begin; tile < end; tile++)
+          std::memcpy(copy.data + tile * copy.stride, w.tile(tile), copy.stride);
+      });
     } else {
       const RowCopy& copy = rows_.at(made.number);
       pool.parallel(w.tiles(), [&](int begin, int end, int) {
-        for (int tile = begin; tile < end; tile++)
-          by_format(w.format, [&]<Format F>() { fill_rows<F>(w, copy, *kernels_, tile); });
+        for (int row = begin * kTileRows; row < std::min(end * kTileRows, w.rows); row++)
+          by_format(w.format, [&]<Format F>() { fill_row<F>(w, copy, row); });
       });
     }
   }

@@ -1,5 +1,5 @@
-// The copies of a plan's matrices by columns and by rows (copy_shape.h), made when the matrices are
-// packed.
+// The copies of a plan's matrices by columns and by rows (copy_shape.h), and of the tiles of one
+// that lie between those of another. They are made when the matrices are packed.
 #pragma once
 #include <map>
 #include <vector>
@@ -29,18 +29,22 @@ class MatrixCopies {
   // Takes memory of that size for a copy of matrix `number`.
   void add_columns(int number, const Weight& weight, int threads, uint8_t* to);
   void add_rows(int number, const Weight& weight, uint8_t* to);
+  // The tiles, of so many bytes, one after the other.
+  void add_tiles(int number, const Weight& weight, size_t bytes, uint8_t* to);
   // Fills the copies that are new, on the pool, from the packed matrices.
   void fill(Pool& pool);
 
   // Null: there is no such copy.
   const ColumnCopy* columns(int number) const { return find(columns_, number); }
   const RowCopy* rows(int number) const { return find(rows_, number); }
+  const Weight* tiles(int number) const { return find(tiles_, number); }
 
  private:
+  enum class Kind { kColumns, kRows, kTiles };
   struct New {
     int number;
     Weight weight;
-    bool by_columns;
+    Kind kind;
   };
   template <class T>
   static const T* find(const std::map<int, T>& copies, int number) {
@@ -51,6 +55,7 @@ class MatrixCopies {
   const CopyKernels* kernels_;
   std::map<int, ColumnCopy> columns_;
   std::map<int, RowCopy> rows_;
+  std::map<int, Weight> tiles_;
   std::vector<New> new_;
 };
 

@@ -5,9 +5,7 @@
 // the first 64 in the low nibbles. Four runs interleave to lines of a tile (format.h), so in 64
 // bytes the row 16 j + 4 l + i lies at 16 l + 4 j + i.
 //
-// By rows: the scales of the groups of a row as float32, their minima if there are any, then its
-// codes, four groups at a time: the first 16 columns of each, then the others, of codes of 4 bits
-// in the low and high nibbles of the same bytes.
+// By rows: the scales of a row, then its 4 bytes of each line. Sixteen of any rows make a tile.
 //
 // Both give the bits of the whole matrix: integer sums are exact, and float sums have its order.
 #pragma once
@@ -29,28 +27,9 @@ struct ColumnCopy {
   int panels(int tiles) const { return (tiles + panel_tiles - 1) / panel_tiles; }
 };
 
-// How the rows of a copy lie.
-struct RowShape {
-  int groups = 0;
-  bool shifted = false;  // whether there are minima
-  int bits = 0;
-
-  constexpr int quads() const { return (groups + 3) / 4; }
-  // Groups in whole vectors of floats.
-  constexpr int padded() const { return (groups + 15) / 16 * 16; }
-  constexpr size_t codes_offset() const {
-    return static_cast<size_t>(padded()) * (shifted ? 8 : 4);
-  }
-  constexpr size_t bytes() const {  // from row to row
-    return codes_offset() + static_cast<size_t>(quads()) * 16 * bits;
-  }
-};
-
 struct RowCopy {
-  RowShape shape;
+  size_t stride = 0;  // bytes from row to row
   uint8_t* data = nullptr;
-
-  const uint8_t* row(int i) const { return data + static_cast<size_t>(i) * shape.bytes(); }
 };
 
 // Tiles whose codes of one column fill 64 bytes.
@@ -96,29 +75,11 @@ struct ColumnWork {
   float* out;
 };
 
-// A row of activations, as rows of a copy are multiplied with it.
-struct RowInput {
-  const int8_t* x;        // [quads][2][4][16] halves of four groups
-  const int32_t* starts;  // [padded groups] minus the zero code times the sum of a group
-  const float* scales;    // [padded groups]
-  const float* sums;      // [padded groups] scales times sums
-};
-
-// out[i] = row i of a copy, of `count` of any, times x.
-struct RowWork {
-  const uint8_t* const* rows;
-  int count;
-  const RowShape& shape;
-  RowInput x;
-  float* out;
-};
-
 struct CopyKernels {
   void (*columns[kNumFormats])(const ColumnWork&);  // null: no copies
-  void (*rows[kNumFormats])(const RowWork&);
-  // The scales of group g of the 16 rows of a tile, and their minima if there are any.
-  void (*scales[kNumFormats])(const uint8_t* tile, const TileShape& shape, int g, float* scales,
-                              float* minima);
+  // Sixteen rows of a copy by rows to a tile.
+  void (*gather[kNumFormats])(const uint8_t* const rows[kTileRows], const TileShape& shape,
+                              uint8_t* tile);
 };
 
 // Of an instruction set by name.

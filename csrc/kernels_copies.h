@@ -12,55 +12,39 @@ HR_INLINE GroupScale<unit_of(F).scales> copied_scale(const uint8_t* header, cons
     return group_scale<U>(header, g % U.groups());
 }
 
-// Groups of a panel that all its chunks multiply before the next ones, which they fetch meanwhile:
-// no prefetcher of the hardware foresees runs of single columns.
-constexpr int kGroupsTogether = 8;
+// Groups after this one whose runs are fetched: no prefetcher of the hardware foresees them.
+constexpr int kGroupsAhead = 12;
 
-// Fetches the runs of group g that are needed, and its scales.
-template <Format F>
-HR_INLINE void fetch_group(const ColumnWork& work, const PanelShape<F>& shape, int g) {
-  constexpr Unit U = unit_of(F);
-  const uint8_t* codes = work.panel + shape.codes(g, work.panel_tiles);
-  for (int q = 4 * work.x.first[g]; q < 4 * work.x.first[g + 1]; q++)
-    for (size_t line = 0; line < shape.run; line += 64)
-      prefetch(codes + work.x.columns[q] * shape.run + line);
-  if (is_table(F) || g % U.groups()) return;
-  const uint8_t* scales = work.panel + shape.tile_header(g / U.groups(), 0);
-  for (size_t line = 0; line < work.tiles * shape.header; line += 64) prefetch(scales + line);
-}
-
-// What one call multiplies: the groups from `first` to `last` of some tiles and rows. Tiles are
-// those of a chunk, or of codes of 4 bits those in the nibbles of `part`.
-struct ChunkWork {
-  int first, last, chunk, part, m;
-  int fetched, step;  // every so many groups from `fetched` on are fetched meanwhile
-};
-
-// Some tiles of N rows, over the columns that are not 0 in all rows. The order of the float sum of
-// an output is that of `add_group`; sums lie in `out` between the calls.
+// Some tiles of N rows, over the columns that are not 0 in all rows: those of a chunk, or of codes
+// of 4 bits those in the nibbles of `part`. The order of the float sum of an output is that of
+// `add_group`.
 template <Format F, int N, int Tiles>
-HR_INLINE void multiply_chunk(const ColumnWork& work, const PanelShape<F>& shape,
-                              const ChunkWork& now) {
+HR_INLINE void multiply_chunk(const ColumnWork& work, const PanelShape<F>& shape, int chunk,
+                              int part, int m) {
   constexpr Unit U = unit_of(F);
   const bool shifted = has_min(U.scales) || (is_table(F) && work.shape.zeros != Number::kNone);
-  const int tile = now.chunk * chunk_tiles(U.bits) + 4 * now.part, m = now.m;
-  const auto place = [&](int j, int i) HR_INLINE_LAMBDA {
-    return work.out + (static_cast<size_t>(tile + j) * work.rows + m + i) * kTileRows;
-  };
+  const int tile = chunk * chunk_tiles(U.bits) + 4 * part;
+  const bool fetches = part == 0 && m == 0;
   Vf acc[Tiles][N];
 #pragma GCC unroll 8
   for (int j = 0; j < Tiles; j++)
 #pragma GCC unroll 4
-    for (int i = 0; i < N; i++) acc[j][i] = now.first ? load(place(j, i)) : zero();
-  int fetched = now.fetched;
-  for (int g = now.first; g < now.last; g++) {
-    if (fetched == g + kGroupsTogether) {
-      if (fetched < work.groups) fetch_group<F>(work, shape, fetched);
-      fetched += now.step;
+    for (int i = 0; i < N; i++) acc[j][i] = zero();
+  for (int g = 0; g < work.groups; g++) {
+    if (const int later = g + kGroupsAhead; fetches && later < work.groups) {
+      const uint8_t* codes = work.panel + shape.codes(later, work.panel_tiles) + 64 * chunk;
+      // The first chunk brings the whole runs, which the others then have in a cache.
+      const size_t lines = chunk ? 64 : shape.run;
+      for (int q = 4 * work.x.first[later]; q < 4 * work.x.first[later + 1]; q++)
+        for (size_t line = 0; line < lines; line += 64)
+          prefetch(codes + work.x.columns[q] * shape.run + line);
+      if (!is_table(F) && later % U.groups() == 0)
+        for (size_t line = 0; line < chunk_tiles(U.bits) * shape.header; line += 64)
+          prefetch(work.panel + shape.tile_header(later / U.groups(), tile) + line);
     }
     const int first = work.x.first[g], quads = work.x.first[g + 1] - first;
     if (!quads) continue;
-    const uint8_t* codes = work.panel + shape.codes(g, work.panel_tiles) + 64 * now.chunk;
+    const uint8_t* codes = work.panel + shape.codes(g, work.panel_tiles) + 64 * chunk;
     const uint8_t* group = work.block + static_cast<size_t>(g) * q8_group_bytes(false) * work.rows;
     const auto* scales = reinterpret_cast<const float*>(group + kGroup * work.rows) + m;
     const auto* zero_sums = reinterpret_cast<const int32_t*>(scales + work.rows);
@@ -86,7 +70,7 @@ HR_INLINE void multiply_chunk(const ColumnWork& work, const PanelShape<F>& shape
           dots<4, 1, N>(sums[j], &low, x + 4 * q);
           dots<4, 1, N>(sums[4 + j], &high, x + 4 * q);
         } else {
-          const Vb half = now.part ? fields(w[j], 4, 15) : fields(w[j], 0, 15);
+          const Vb half = part ? fields(w[j], 4, 15) : fields(w[j], 0, 15);
           dots<4, 1, N>(sums[j], &half, x + 4 * q);
         }
       }
@@ -103,108 +87,91 @@ HR_INLINE void multiply_chunk(const ColumnWork& work, const PanelShape<F>& shape
     }
   }
   for (int j = 0; j < Tiles; j++)
-    for (int i = 0; i < N; i++) store(place(j, i), acc[j][i]);
+    for (int i = 0; i < N; i++)
+      store(work.out + (static_cast<size_t>(tile + j) * work.rows + m + i) * kTileRows, acc[j][i]);
 }
 
 template <Format F>
 void multiply_columns(const ColumnWork& work) {
   constexpr int chunk = chunk_tiles(unit_of(F).bits);
   const PanelShape<F> shape(work.panel_tiles, work.shape);
-  const int chunks = work.tiles / chunk;
-  for (int g = 0; g < kGroupsTogether && g < work.groups; g++) fetch_group<F>(work, shape, g);
-  for (int first = 0; first < work.groups; first += kGroupsTogether) {
-    const int end = first + kGroupsTogether, last = end < work.groups ? end : work.groups;
-    for (int c = 0; c < chunks; c++) {
-      // The chunks share what is to be fetched.
-      ChunkWork now{first, last, c, 0, 0, end + c, chunks};
-      if (work.rows == 1) {
-        multiply_chunk<F, 1, chunk>(work, shape, now);
-        continue;
-      }
-      while (now.m < work.rows) {
-        const int left = work.rows - now.m, n = left == 4 || left == 2 ? 2 : left < 3 ? left : 3;
-        for (now.part = 0; now.part < chunk / 4; now.part++, now.fetched = -1)
-          if (n == 3)
-            multiply_chunk<F, 3, 4>(work, shape, now);
-          else if (n == 2)
-            multiply_chunk<F, 2, 4>(work, shape, now);
-          else
-            multiply_chunk<F, 1, 4>(work, shape, now);
-        now.m += n;
-      }
+  for (int c = 0; c < work.tiles / chunk; c++) {
+    if (work.rows == 1) {
+      multiply_chunk<F, 1, chunk>(work, shape, c, 0, 0);
+      continue;
+    }
+    for (int m = 0; m < work.rows;) {
+      const int left = work.rows - m, n = left == 4 || left == 2 ? 2 : left < 3 ? left : 3;
+      for (int part = 0; part < chunk / 4; part++)
+        if (n == 3)
+          multiply_chunk<F, 3, 4>(work, shape, c, part, m);
+        else if (n == 2)
+          multiply_chunk<F, 2, 4>(work, shape, c, part, m);
+        else
+          multiply_chunk<F, 1, 4>(work, shape, c, part, m);
+      m += n;
     }
   }
 }
 
+template <int kBytes>
+HR_INLINE const uint8_t* gather_numbers(const uint8_t* const rows[kTileRows], size_t at, int count,
+                                        uint8_t* to) {
+  for (int r = 0; r < kTileRows; r++)
+    for (int i = 0; i < count; i++)
+      memcpy(to + (kTileRows * i + r) * kBytes, rows[r] + at + i * kBytes, kBytes);
+  return nullptr;
+}
+
 template <Format F>
-void copied_scales(const uint8_t* tile, const TileShape& shape, int g, float* scales,
-                   float* minima) {
+void gather_rows(const uint8_t* const rows[kTileRows], const TileShape& shape, uint8_t* tile) {
   constexpr Unit U = unit_of(F);
-  const uint8_t* header =
-      is_table(F) ? tile : tile + static_cast<size_t>(g / U.groups()) * U.bytes();
-  const auto s = copied_scale<F>(header, shape, g);
-  store(scales, s.scale);
-  if (s.shifted) store(minima, s.min);
-}
-
-// Rows of a copy that are fetched ahead.
-constexpr int kRowsAhead = 12;
-
-// Up to four rows of a copy are multiplied together, because a float sum waits for its last step.
-// The order of the float sum of a row is that of `add_group`.
-template <int kBits, bool kShifted, int N>
-HR_INLINE void multiply_some_rows(const RowWork& work, int first) {
-  const RowShape& shape = work.shape;
-  const uint8_t* const* rows = work.rows + first;
-  float acc[N] = {};
-  for (int g = 0; g < shape.groups; g += 16) {
-    alignas(64) float sums[N][16], scales[N][16];
-#pragma GCC unroll 4
-    for (int i = 0; i < N; i++) {
-      sum_groups<kBits>(rows[i] + shape.codes_offset() + g * 4 * kBits, work.x.x + 32 * g,
-                        work.x.starts + g, shape.quads() - g / 4, sums[i]);
-      const auto* own = reinterpret_cast<const float*>(rows[i]) + g;
-      store(scales[i], mul(load(own), load(work.x.scales + g)));
-    }
-    const int end = shape.groups - g < 16 ? shape.groups - g : 16;
-    for (int k = 0; k < end; k++)
-#pragma GCC unroll 4
-      for (int i = 0; i < N; i++) {
-        acc[i] = fma_one(sums[i][k], scales[i][k], acc[i]);
-        if (kShifted) {
-          const auto* minima = reinterpret_cast<const float*>(rows[i]) + shape.padded() + g;
-          acc[i] = fma_one(minima[k], work.x.sums[g + k], acc[i]);
-        }
+  size_t at = 0;
+  int lines_of_unit = U.groups() * U.lines_per_group();
+  if constexpr (is_table(F)) {
+    const auto part = [&](Number type, size_t to) {
+      if (type == Number::kF32)
+        gather_numbers<4>(rows, at, shape.num_scales, tile + to);
+      else if (type == Number::kU8)
+        gather_numbers<1>(rows, at, shape.num_scales, tile + to);
+      else if (type != Number::kNone)
+        gather_numbers<2>(rows, at, shape.num_scales, tile + to);
+      at += shape.num_scales * number_bytes(type);
+    };
+    part(shape.scales, 0);
+    part(shape.zeros, shape.zeros_offset());
+    lines_of_unit *= shape.units;
+    tile += shape.codes_offset();
+  } else {
+    // Lines of two arrays of f16: of all units first, two numbers of a row side by side.
+    constexpr int pairs = is_super(U.scales) ? 1 : U.codes_offset() / 64,
+                  bytes = is_super(U.scales) ? (U.codes_offset() - 64) / 16 : 0;
+    const auto place_pair = [&](int i) HR_INLINE_LAMBDA {
+      return tile + i / pairs * U.bytes() + i % pairs * 64;
+    };
+    int pair = 0;
+    for (; pair + 16 <= pairs * shape.units; pair += 16)
+      transpose_lines<true>(rows, at + 4 * pair, pair, place_pair);
+    for (; pair < pairs * shape.units; pair++)
+      for (int r = 0; r < kTileRows; r++) {
+        memcpy(place_pair(pair) + 2 * r, rows[r] + at + 4 * pair, 2);
+        memcpy(place_pair(pair) + 32 + 2 * r, rows[r] + at + 4 * pair + 2, 2);
       }
+    at += 4 * pairs * shape.units;
+    for (int u = 0; u < shape.units && bytes; u++, at += bytes)
+      gather_numbers<1>(rows, at, bytes, tile + u * U.bytes() + 64);
   }
-  for (int i = 0; i < N; i++) work.out[first + i] = acc[i];
-}
-
-template <int kBits, bool kShifted>
-HR_INLINE void multiply_rows(const RowWork& work) {
-  const auto fetch = [&](int begin) HR_INLINE_LAMBDA {
-    for (int i = begin; i < begin + 4 && i < work.count; i++)
-      for (size_t line = 0; line < work.shape.bytes(); line += 64) prefetch_l2(work.rows[i] + line);
+  at = (at + 3) / 4 * 4;
+  const int lines = U.groups() * U.lines_per_group() * shape.units;
+  int line = 0;
+  const auto place = [&](int i) HR_INLINE_LAMBDA {
+    if constexpr (is_table(F)) return tile + 64 * i;
+    return tile + i / (U.groups() * U.lines_per_group()) * U.bytes() + U.codes_offset() +
+           i % (U.groups() * U.lines_per_group()) * 64;
   };
-  for (int i = 0; i < kRowsAhead; i += 4) fetch(i);
-  int first = 0;
-  for (; first + 4 <= work.count; first += 4) {
-    fetch(first + kRowsAhead);
-    multiply_some_rows<kBits, kShifted, 4>(work, first);
-  }
-  const int left = work.count - first;
-  if (left == 3) multiply_some_rows<kBits, kShifted, 3>(work, first);
-  if (left == 2) multiply_some_rows<kBits, kShifted, 2>(work, first);
-  if (left == 1) multiply_some_rows<kBits, kShifted, 1>(work, first);
-}
-
-template <Format F>
-void multiply_rows_of(const RowWork& work) {
-  constexpr int bits = unit_of(F).bits;
-  if (work.shape.shifted)
-    multiply_rows<bits, true>(work);
-  else
-    multiply_rows<bits, false>(work);
+  for (; line + 16 <= lines; line += 16) transpose_lines<false>(rows, at + 4 * line, line, place);
+  for (; line < lines; line++)
+    for (int r = 0; r < kTileRows; r++) memcpy(place(line) + 4 * r, rows[r] + at + 4 * line, 4);
 }
 
 template <int F = 0>
@@ -212,8 +179,7 @@ void fill_copies(CopyKernels& k) {
   constexpr auto format = static_cast<Format>(F);
   if constexpr (has_copies(format)) {
     k.columns[F] = multiply_columns<format>;
-    k.rows[F] = multiply_rows_of<format>;
-    k.scales[F] = copied_scales<format>;
+    k.gather[F] = gather_rows<format>;
   }
   if constexpr (F + 1 < kNumFormats) fill_copies<F + 1>(k);
 }

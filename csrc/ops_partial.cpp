@@ -135,7 +135,8 @@ class SparseLinear : public Op {
 
 // relu(x @ gate.T + gate_bias) * (x @ up.T + up_bias), by the rows of `up` whose gate is not 0. A
 // thread computes some gates and then the rows that they need: rows in between would disturb the
-// one stream that gates are.
+// one stream that gates are. A dense step takes turns between tiles of `gate` and of `up`, and the
+// processor fetches both, so gates have a copy of their own.
 class SkippingGlu : public Op {
  public:
   SkippingGlu(int out, int x, int gate, int up, int gate_bias, int up_bias)
@@ -153,8 +154,6 @@ class SkippingGlu : public Op {
     const Blocks& blocks = plan.blocks_of(x);
     copy_ = is_short(blocks) && !step.adapters ? plan.copies().rows(up_) : nullptr;
     if (!copy_) return whole_->items(plan, step);
-    const uint8_t* block = x.block(plan.form(plan.weight(up_), false), blocks, 0);
-    for (int m = 0; m < blocks.rows(0); m++) rows_[m].read(copy_->shape, block, blocks.rows(0), m);
     return ((out.packed ? out.columns : out.width) + kGroup - 1) / kGroup;
   }
   int64_t groups(const Plan& plan) const override { return whole_->groups(plan); }
@@ -166,63 +165,54 @@ class SkippingGlu : public Op {
   }
 
  private:
-  // A row of activations as rows of the copy are multiplied with it (RowInput).
-  struct Input {
-    std::vector<int8_t> x;
-    std::vector<int32_t> starts;
-    std::vector<float> scales, sums;
-
-    // Row m of a block.
-    void read(const RowShape& shape, const uint8_t* block, int rows, int m) {
-      const size_t groups = static_cast<size_t>(shape.padded());
-      x.resize(groups * kGroup), starts.resize(groups), scales.resize(groups), sums.resize(groups);
-      const int per_8 = shape.shifted ? 0 : shape.bits == 8 ? 16 : 1;  // a block has -8 times sums
-      for (int g = 0; g < shape.groups; g++, block += q8_group_bytes(false) * rows) {
-        int8_t* to = x.data() + 128 * (g / 4) + 16 * (g % 4);
-        std::memcpy(to, block + kGroup * m, 16);
-        std::memcpy(to + 64, block + kGroup * m + 16, 16);
-        const uint8_t* numbers = block + kGroup * rows;
-        std::memcpy(&scales[g], numbers + 4 * m, 4);
-        std::memcpy(&starts[g], numbers + 4 * (rows + m), 4);
-        std::memcpy(&sums[g], numbers + 4 * (3 * rows + m), 4);
-        starts[g] *= per_8;
-      }
-    }
-    RowInput input() const { return {x.data(), starts.data(), scales.data(), sums.data()}; }
-  };
-
   // Groups of 32 outputs, of which a thread computes first the gates.
   static constexpr int kGroupsTogether = 16;
-  // Bytes of the next tile that are fetched ahead; the hardware finds the rest.
-  static constexpr int kStartOfTile = 4096;
   // The gates of some groups, and those that are not 0 in all rows.
   struct Gates {
     alignas(64) float tiles[2 * kGroupsTogether][kMostStepRows * kTileRows];
     int columns[kGroupsTogether * kGroup], count = 0;
-    const uint8_t* rows[kGroupsTogether * kGroup];
   };
 
   void compute_gates(const Plan& plan, int group, int count, Gates& gates) const {
-    const Weight& w = plan.weight(gate_);
+    const Weight* apart = plan.copies().tiles(gate_);
+    const Weight& w = apart ? *apart : plan.weight(gate_);
     const Buffer& x = plan.buffer(x_);
     const Blocks& blocks = plan.blocks_of(x);
     const uint8_t* block = x.block(plan.form(w, false), blocks, 0);
     const int rows = blocks.rows(0);
     for (int t = 2 * group; t < std::min(2 * (group + count), w.tiles()); t++) {
       float* tile = gates.tiles[t - 2 * group];
-      if (t + 1 < w.tiles())  // a tile of `up` lies between, which the hardware would fetch
-        for (int line = 0; line < kStartOfTile; line += 64)
-          __builtin_prefetch(w.tile(t + 1) + line, 0, 2);
       multiply(plan, w, t, false, block, rows, plan.vector(gate_bias_), tile);
       plan.kernels().activate_tile[static_cast<int>(Activation::kRelu)](tile, rows, tile, 16);
       for (int i = 0; i < std::min(kTileRows, w.rows - kTileRows * t); i++) {
         bool any = false;
         for (int m = 0; m < rows; m++) any |= tile[16 * m + i] != 0;
         gates.columns[gates.count] = kTileRows * (t - 2 * group) + i;
-        gates.rows[gates.count] = copy_->row(kTileRows * t + i);
         gates.count += any;
       }
     }
+  }
+
+  // Up to 16 rows of `up`, gathered to a tile, times all rows of the step.
+  void multiply_rows(const Plan& plan, int offset, const Gates& gates, int first, int rows,
+                     float* out) const {
+    const Weight& w = plan.weight(up_);
+    const Buffer& x = plan.buffer(x_);
+    thread_local std::vector<uint8_t> memory;
+    if (memory.size() < w.stride + 64) memory.resize(w.stride + 64);
+    auto* tile =
+        reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+    const auto row = [&](int i) {
+      return copy_->data + (offset + gates.columns[i]) * copy_->stride;
+    };
+    const uint8_t* from[kTileRows];
+    for (int r = 0; r < kTileRows; r++) from[r] = row(std::min(first + r, gates.count - 1));
+    for (int i = first + kTileRows; i < std::min(first + 2 * kTileRows, gates.count); i++)
+      for (size_t line = 0; line < copy_->stride; line += 64)
+        __builtin_prefetch(row(i) + line, 0, 2);
+    plan.copies().kernels().gather[static_cast<int>(w.format)](from, w.shape, tile);
+    plan.kernels().matmul[static_cast<int>(w.mode(false))][static_cast<int>(w.format)][rows - 1](
+        tile, w.shape, x.block(plan.form(w, false), plan.blocks_of(x), 0), out, {});
   }
 
   void multiply_groups(const Plan& plan, int first, int count) const {
@@ -233,15 +223,16 @@ class SkippingGlu : public Op {
     Gates gates;
     compute_gates(plan, first, count, gates);
     alignas(64) float products[kGroupsTogether][kMostStepRows * kGroup] = {};
-    for (int m = 0; m < rows; m++) {
-      float up[kGroupsTogether * kGroup];
-      plan.copies().kernels().rows[static_cast<int>(plan.weight(up_).format)](
-          {gates.rows, gates.count, copy_->shape, rows_[m].input(), up});
-      for (int i = 0; i < gates.count; i++) {
-        const int c = gates.columns[i];
-        const float y = bias ? up[i] + bias[kGroup * first + c] : up[i];
-        products[c / kGroup][kGroup * m + c % kGroup] =
-            gates.tiles[c / kTileRows][kTileRows * m + c % kTileRows] * y;
+    for (int i = 0; i < gates.count; i += kTileRows) {
+      alignas(64) float tile[kMostStepRows * kTileRows];
+      multiply_rows(plan, kGroup * first, gates, i, rows, tile);
+      for (int r = 0; r < std::min(kTileRows, gates.count - i); r++) {
+        const int c = gates.columns[i + r];
+        for (int m = 0; m < rows; m++) {
+          const float up = tile[kTileRows * m + r], y = bias ? up + bias[kGroup * first + c] : up;
+          products[c / kGroup][kGroup * m + c % kGroup] =
+              gates.tiles[c / kTileRows][kTileRows * m + c % kTileRows] * y;
+        }
       }
     }
     for (int g = 0; g < count; g++) write_group(plan, out, blocks, 0, first + g, products[g]);
@@ -250,7 +241,6 @@ class SkippingGlu : public Op {
   const std::unique_ptr<Op> whole_;
   const int out_, x_, gate_, up_, gate_bias_, up_bias_;
   const RowCopy* copy_ = nullptr;  // of this step; null: the whole matrix
-  Input rows_[kMostStepRows];
 };
 
 // x where |x| > least, else 0. What is not a number stays.

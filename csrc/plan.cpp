@@ -167,6 +167,14 @@ void Plan::copy_rows(int weight) {
   copies_.add_rows(weight, w, allocate(MatrixCopies::row_bytes(w)));
 }
 
+void Plan::copy_tiles(int first, int second) {
+  const Weight &a = weights_[first], &b = weights_[second];
+  if (!has_copies(a) || copies_.tiles(first)) return;
+  if (b.data <= a.data || b.data >= a.data + a.stride) return;
+  const size_t tile = static_cast<size_t>(b.data - a.data);
+  copies_.add_tiles(first, a, tile, allocate(tile * a.tiles()));
+}
+
 int Plan::add_buffer(int width, RowKind rows, bool packed, int per_row) {
   Buffer buffer;
   buffer.width = width;

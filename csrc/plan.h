@@ -195,6 +195,8 @@ class Plan {
   // of activations have one.
   void copy_columns(int weight);
   void copy_rows(int weight);
+  // Of two matrices whose tiles take turns: the tiles of the first, as a stream of their own.
+  void copy_tiles(int first, int second);
   const MatrixCopies& copies() const { return copies_; }
   // Makes room for so many bytes of weights that come next, in one piece.
   void reserve_weights(size_t bytes);

@@ -470,7 +470,7 @@ class GluLinear(Op):
         return super().bytes(step) - int(self.up.nbytes * unread)
 
     def copies(self) -> list[Weight]:
-        return [self.up] if self.density < 1 else []
+        return [self.gate, self.up] if self.density < 1 else []
 
 
 @frozen

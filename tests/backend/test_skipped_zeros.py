@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from headrace import _native
-from headrace.backend.cpu.packing import add_weight
+from headrace.backend.cpu.packing import add_weight, add_weight_pair
 from headrace.quant.formats import StoredTensor
 from tests.backend.stored import random_stored
 from tests.backend.test_cpu_linear import run_rows
@@ -36,8 +36,7 @@ def gated(isa: str, kind: str, x: Array, skips: bool, zeros: float) -> Array:
     plan.glu_linear(
         out,
         packed,
-        add_weight(plan, gate),
-        add_weight(plan, up),
+        *add_weight_pair(plan, gate, up),
         *(plan.add_vector(bias) for bias in biases),
         "relu",
         skips,

@@ -106,13 +106,18 @@ def lower_unfused(program: Program, weights: Mapping[str, StoredTensor]) -> Prog
     Raises UnsupportedModelError for a format without a kernel.
     """
     by_rows = {op.up.name for op in program.ops if isinstance(op, GluLinear)}
+    by_tiles = {op.gate.name for op in program.ops if isinstance(op, GluLinear)}
     copied = {weight.name for op in program.ops for weight in op.copies()}
 
     def packed(weight: Weight) -> Weight:
         tensor, name = weights[weight.name], weight.name
         with named_in_errors(name):
-            copy = copy_bytes(tensor, by_rows=name in by_rows) if name in copied else 0
-            return replace(weight, nbytes=packed_bytes(tensor), copy_nbytes=copy)
+            nbytes = packed_bytes(tensor)
+            if name not in copied:
+                return replace(weight, nbytes=nbytes)
+            by_row = name in by_rows
+            copy = nbytes if name in by_tiles else copy_bytes(tensor, by_rows=by_row)
+            return replace(weight, nbytes=nbytes, copy_nbytes=copy)
 
     matrices = {weight.name: packed(weight) for op in program.ops for weight in op.matrices()}
     vectors = {
