@@ -392,12 +392,12 @@ void matmul_i8_mixed(const uint8_t* tile, const TileShape& shape, const uint8_t*
 
 // Units of bf16 weights times all rows: of a dense matrix pairs of columns, of a 2:4 one groups.
 template <Format F, int Rows>
-HR_INLINE void add_pairs(Vf (&acc)[Rows], const uint8_t* unit, const Pair* x, size_t ahead) {
+HR_INLINE void add_pairs(Vf (&acc)[Rows], const uint8_t* unit, const Pair* x, size_t distance) {
   constexpr int lines = unit_columns(F) / 2, bytes = unit_bytes(F);
 #pragma GCC unroll 16
   for (int i = 0; i < lines; i++) {
     // Of dense weights the hardware keeps up with few rows alone.
-    if ((is_sparse(F) || Rows >= 6) && 64 * i < bytes) prefetch_l2(unit + ahead + 64 * i);
+    if ((is_sparse(F) || Rows >= 6) && 64 * i < bytes) prefetch_l2(unit + distance + 64 * i);
     const Vb w = is_sparse(F) ? sparse_pairs(unit, i / 2, i % 2) : load_bytes(unit);
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; m++) acc[m] = dot_pair(acc[m], w, x + kPairStride * (Rows * i + m));

@@ -57,4 +57,5 @@ def test_speculation_benchmark_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     for workload in texts.WORKLOADS:
         some = texts.prompts(workload, 0, 100)
         assert some[40:60] == texts.prompts(workload, 40, 20)
-        assert len(set(some)) > 60, workload
+        # An agent repeats few calls.
+        assert len(set(some)) > (20 if workload == "agent" else 60), workload

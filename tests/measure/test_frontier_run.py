@@ -80,7 +80,8 @@ def test_frontier_measures_every_form(model: str, text: Path) -> None:
     best = points["top 1 blocks"]
     assert best.draft and best.step_bytes < full.step_bytes
     zeros, leaves = points["40% zeros"], points["exit within 10%"]
-    assert zeros.draft and zeros.loss > 0 and zeros.step_bytes < full.step_bytes
+    assert zeros.draft and zeros.loss > 0
+    assert zeros.step_bytes == full.step_bytes  # the tiny model's formats have no copies
     assert leaves.draft is None and leaves.loss > 0 and leaves.score
     assert leaves.score.early and leaves.score.early.share == 1
     assert leaves.score.early.step_bytes < leaves.step_bytes < leaves.score.step_bytes
