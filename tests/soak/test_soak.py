@@ -223,7 +223,9 @@ class Soak:
             assert result.outputs[0].finish_reason in ("timeout", "length")
 
     def forked(self, which: int) -> None:
-        stream = self.llms[which].stream("hello", PARAMS[0])
+        # More tokens than one step with drafts can bring.
+        params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+        stream = self.llms[which].stream("hello", params)
         next(stream)
         pid = os.fork()
         if not pid:
