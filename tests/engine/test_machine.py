@@ -333,11 +333,14 @@ class Life(RuleBasedStateMachine):
             seq.group for seq in running if seq.num_uncomputed > 1
         }  # a beam that is ready waits for the others
         decoding = sum(seq.group not in waits for seq in running)
+        # A request that may have made a step fail runs alone, while others keep their blocks.
+        alone = bool(self.engine._scheduler.suspects)
         self._record(self._updates())
         after = self.engine.stats()
         # Preemption for an urgent request may leave no sequence that decodes.
         preempted = after.preemptions > before.preemptions
-        if decoding and not preempted and not self.with_drafts and not self.config["late"]:
+        bounded = decoding and not preempted and not alone
+        if bounded and not self.with_drafts and not self.config["late"]:
             # Prompts of one token that are admitted early count as decoding.
             chunk = self.config["chunked_prefill_size"]
             assert after.rows - before.rows <= 2 * (decoding + max(1, chunk // 4)) + chunk
@@ -346,7 +349,9 @@ class Life(RuleBasedStateMachine):
             self.config["max_num_seqs"], 1
         )
         assert logit_rows <= self.config["max_num_seqs"] + self.config["max_logit_rows"]
-        assert after.steps > before.steps or self.config["late"] or not self.engine.has_work
+        # It may have to leave for a request of a higher rank, which runs in the next step.
+        left = alone and preempted
+        assert after.steps > before.steps or left or self.config["late"] or not self.engine.has_work
 
     def _record(self, updates: list[Update]) -> None:
         for update in updates:
