@@ -41,7 +41,7 @@ void bind_suffix(nb::module_& m) {
           "text"_a, "tokens"_a)
       .def("remove", &SuffixTree::remove, "text"_a)
       .def_prop_ro("num_places", &SuffixTree::num_places,
-                   "Tokens that may be drafted: those of all texts without their contexts.")
+                   "Tokens of all texts that may be drafted; contexts are left out.")
       .def_prop_ro("num_bytes", &SuffixTree::num_bytes);
   m.def("suffix_draft", &draft, "local"_a, "own"_a, "corpus"_a.none(), "skipped"_a, nb::kw_only(),
         "max_nodes"_a, "max_width"_a, "min_length"_a, "min_value"_a,

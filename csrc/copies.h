@@ -1,5 +1,5 @@
-// The copies of a plan's matrices by columns and by rows (copy_shape.h), and of the tiles of one
-// that lie between those of another. They are made when the matrices are packed.
+// The copies of a plan's matrices by columns and by rows (copy_shape.h), and of the tiles of a
+// matrix that shares its memory with another. They are made when the matrices are packed.
 #pragma once
 #include <map>
 #include <vector>
@@ -18,7 +18,7 @@ size_t copy_bytes(const Weight& weight, bool by_rows);
 
 class MatrixCopies {
  public:
-  // The kernels are those of an instruction set by name.
+  // With the kernels of an instruction set by name.
   explicit MatrixCopies(const char* isa) : kernels_(&copy_kernels(isa)) {}
   const CopyKernels& kernels() const { return *kernels_; }
 

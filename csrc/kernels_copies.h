@@ -1,5 +1,5 @@
 // Kernels over copies by columns and by rows (copy_shape.h). Included inside the namespace of an
-// instruction set, behind kernels_matmul_table.h.
+// instruction set, after kernels_matmul_table.h.
 
 // The scale of group g of a tile, from its scales in a panel or in front of a row.
 template <Format F>

@@ -154,7 +154,7 @@ def shared_zeros(
 ) -> list[SharedZeros]:
     """Measure the zeros that 1 to 32 rows of different sequences share.
 
-    Zeros are those of a ReLU, or with `activation_sparsity` the numbers up to its thresholds. With
+    A ReLU gives the zeros. With `activation_sparsity`, numbers up to its thresholds are zeros. With
     a share X of zeros, N independent rows share X^N.
 
     Raises RequestError for a model that has neither.
