@@ -64,6 +64,10 @@ nb::tuple as_tuple(const Drawn& drawn) {
                         drawn.logprobs ? nb::object(as_tuple(*drawn.logprobs)) : nb::none());
 }
 
+nb::tuple as_tuple(const Expanded& expanded) {
+  return nb::make_tuple(expanded.tokens, expanded.scores);
+}
+
 // Its holder alone uses the sampler, also while it has given up Python's lock.
 constexpr const char* kInUse = "the sampler is at work in another thread: one at a time";
 OneCaller::Turn turn_of(Sampler& sampler) { return {sampler.caller(), kInUse}; }
@@ -183,15 +187,29 @@ using HeldSampler =
 using Draw = std::tuple<int, uint32_t, HeldSampler, DraftFields, int, nb::handle, nb::handle>;
 // Those of a `TopTokens`: row, position, sampler, the number of tokens and the masks.
 using TopTokens = std::tuple<int, uint32_t, HeldSampler, int, nb::handle>;
+using HeldMap = std::shared_ptr<TokenMap>;
 // Those of an `Expand`: row, position, sampler, index of the sequence, the number of
-// tokens and, last, the masks.
-using Expand = std::tuple<int, uint32_t, HeldSampler, uint32_t, int, nb::handle, nb::handle>;
+// tokens, whether it has probabilities, the masks and, last, the tokens of the row.
+using Expand =
+    std::tuple<int, uint32_t, HeldSampler, uint32_t, int, nb::handle, nb::handle, HeldMap>;
 
 Sampler& sampler_of(const auto& op) { return *std::get<2>(op); }
 
 template <class Op>
 nb::handle given_masks(const Op& op) {
   return std::get<std::tuple_size_v<Op> - 1>(op);
+}
+
+nb::handle given_masks(const Expand& op) { return std::get<6>(op); }
+
+// The logits of the op's rows.
+int width_of_op(const auto& op) { return sampler_of(op).vocab(); }
+
+int width_of_op(const Expand& op) {
+  const HeldMap& map = std::get<7>(op);
+  require(!map || map->vocab() == sampler_of(op).vocab(),
+          "the token map belongs to another vocabulary");
+  return map ? map->size() : sampler_of(op).vocab();
 }
 
 void check_draft(const DraftFields& draft) {
@@ -219,7 +237,7 @@ template <class Op>
 void check_ops(const std::vector<Op>& ops, int rows, int width) {
   std::vector<const Sampler*> samplers;
   for (const Op& op : ops) {
-    require(std::get<2>(op) && sampler_of(op).vocab() == width,
+    require(std::get<2>(op) && width_of_op(op) == width,
             "the rows of logits are not as wide as the vocabulary");
     require(std::get<0>(op) >= 0 && std::get<0>(op) <= rows - rows_of(op),
             "a draw names a row that is not there");
@@ -240,7 +258,7 @@ std::vector<std::optional<Result>> for_each(Pool& pool, const auto& logits,
   std::vector<Masks> masks;
   for (const Op& op : ops) {
     turns.emplace_back(sampler_of(op).caller(), kInUse);
-    masks.push_back(masks_of(given_masks(op), rows_of(op), width));
+    masks.push_back(masks_of(given_masks(op), rows_of(op), sampler_of(op).vocab()));
   }
   std::vector<std::optional<Result>> results(ops.size());
   const auto run = [&](int begin, int end, int) {
@@ -300,14 +318,11 @@ nb::list expand_all(Pool& pool, const nb::ndarray<float, nb::c_contig, nb::devic
     rows.push_back(std::get<0>(op));
   }
   require(all_differ(rows), "a row of logits can be expanded once: it is overwritten");
-  nb::list list;
-  const auto results = for_each<std::vector<int>>(
-      pool, logits, ops, [](const Expand& op, float* logits_row, Mask mask) {
-        const auto& [row, position, sampler, seq_index, width, probabilities, given] = op;
-        return expand(*sampler, logits_row, position, mask, seq_index, width, scratch);
-      });
-  for (const auto& tokens : results) list.append(tokens ? nb::cast(*tokens) : nb::none());
-  return list;
+  return as_list(
+      for_each<Expanded>(pool, logits, ops, [](const Expand& op, float* logits_row, Mask mask) {
+        const auto& [row, position, sampler, seq_index, width, probabilities, given, map] = op;
+        return sampler->expand(logits_row, position, mask, seq_index, width, map.get(), scratch);
+      }));
 }
 
 nb::tuple logprobs_of(const Logits& logits, int token, int num_logprobs, const std::string& isa) {
@@ -352,8 +367,21 @@ void bind_sampler(nb::module_& m) {
       "top_tokens", &top_tokens_all, "pool"_a, "logits"_a, "ops"_a,
       "The fields of the `Ranked` that each `TopTokens` gives; None where its row is not finite.");
   m.def("expand", &expand_all, "pool"_a, "logits"_a, "ops"_a,
-        "The tokens of the `Expanded` that each `Expand` gives, whose row it overwrites; None "
-        "where its row is not finite.");
+        "The tokens and scores of the `Expanded` that each `Expand` gives, whose row it may "
+        "overwrite; None if its row is not finite.");
+  nb::class_<TokenMap>(m, "TokenMap")
+      .def(
+          "__init__",
+          [](TokenMap* self, std::vector<int> tokens, int vocab) {
+            new (self) TokenMap(std::move(tokens), vocab);
+          },
+          "tokens"_a, "vocab"_a)
+      .def_prop_ro(
+          "tokens",
+          [](const TokenMap& map) {
+            return std::vector<int>(map.tokens(), map.tokens() + map.size());
+          },
+          "The tokens of a row of logits, ascending.");
   nb::class_<Sampler>(m, "Sampler", nb::is_weak_referenceable())
       .def(
           "__init__",

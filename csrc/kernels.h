@@ -134,6 +134,7 @@ struct LogitRow {
   int size;
   float top;  // the highest logit
   int top_id;
+  const int* tokens = nullptr;  // [size] token of each logit, ascending; null: logit i is token i's
 
   int num_peaks() const { return (size + kTileRows - 1) / kTileRows; }
 };
@@ -261,7 +262,7 @@ struct Kernels {
   double (*weigh)(const LogitRow&, Cut, float inverse_temperature, float* weights);
   // Sum of these weights over a narrower cut, and its tokens.
   Share (*share)(const LogitRow&, Cut, const float* weights);
-  // The token of the cut with the highest (logit - top) / temperature + Gumbel noise.
+  // The index of the cut with the highest (logit - top) / temperature + Gumbel noise of its token.
   int (*noisiest)(const LogitRow&, Cut, double temperature, NoiseStream);
   void (*philox)(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]);
 

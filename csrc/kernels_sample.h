@@ -273,6 +273,29 @@ struct Race {
     }
   }
 
+  // A tile of a row with a token map.
+  HR_INLINE void run_mapped(int tile) {
+    const int first = kTileRows * tile, n = row.size - first < kTileRows ? row.size - first : 16;
+    uint64_t counters[16] = {};
+    for (int i = 0; i < n; i++) counters[i] = static_cast<uint64_t>(row.tokens[first + i]) >> 2;
+    uint32_t words[16][4];
+    for (int half = 0; half < 2; half++) {
+      Vl c[4] = {load(counters + 8 * half), set1(uint64_t{stream.position}),
+                 set1(uint64_t{stream.seq_index}), set1(uint64_t{0})};
+      random(c);
+      const Vl low = join_low(c[0], c[1]), high = join_low(c[2], c[3]);
+      uint32_t even[16], odd[16];
+      store(even, even_lanes(low, high));
+      store(odd, odd_lanes(low, high));
+      for (int lane = 0; lane < 8; lane++)
+        memcpy(words[8 * half + lane], (lane % 2 ? odd : even) + lane / 2 * 4, 16);
+    }
+    float noise[16] = {};
+    for (int i = 0; i < n; i++)
+      memcpy(noise + i, words[i] + (static_cast<uint32_t>(row.tokens[first + i]) & 3), 4);
+    run(tile, bits(load(noise)));
+  }
+
   // Bits of the tiles first .. first + 15 that may have the winner.
   HR_INLINE uint32_t hopeful_tiles(int first) const {
     const int n = row.num_peaks() - first;
@@ -286,9 +309,17 @@ struct Race {
 
 int noisiest(const LogitRow& row, Cut cut, double temperature, NoiseStream stream) {
   Race race(row, cut, temperature, stream);
-  race.run(row.top_id / 32);
+  if (row.tokens)
+    race.run_mapped(row.top_id / kTileRows);
+  else
+    race.run(row.top_id / 32);
   for (int first = 0; first < row.num_peaks(); first += 16) {
     const uint32_t hits = race.hopeful_tiles(first);
+    if (row.tokens) {
+      for (uint32_t tiles = hits; tiles; tiles &= tiles - 1)
+        race.run_mapped(first + __builtin_ctz(tiles));
+      continue;
+    }
     for (uint32_t pairs = (hits | hits >> 1) & 0x5555; pairs; pairs &= pairs - 1)
       race.run((first + __builtin_ctz(pairs)) / 2);
   }

@@ -19,13 +19,14 @@ constexpr double kFarthest = 87;       // weights further down, in temperatures,
 // vocabulary.
 class Row {
  public:
-  Row(const Kernels& kernels, const float* logits, int size, Scratch& scratch)
+  Row(const Kernels& kernels, const float* logits, int size, Scratch& scratch,
+      const int* tokens = nullptr)
       : kernels_(kernels), scratch_(scratch) {
     const size_t whole = static_cast<size_t>(size + 15) / 16 * 16;
     scratch.peaks.resize(whole / 16);
     scratch.weights.resize(whole);
     scratch.ids.resize(whole);
-    row_ = {logits, scratch.peaks.data(), size, 0, 0};
+    row_ = {logits, scratch.peaks.data(), size, 0, 0, tokens};
     if (!kernels.peaks(logits, size, scratch.peaks.data())) throw NonFiniteLogits();
     row_.top_id = std::min(kernels.top(row_), size - 1);
     row_.top = logits[row_.top_id];
@@ -184,6 +185,14 @@ TokenLogprobs describe(const Row& row, int token, int num_logprobs) {
   return result;
 }
 
+// The logits of a map's tokens that the mask forbids become -inf.
+void keep_allowed(Mask mask, std::span<float> logits, const int* tokens) {
+  for (size_t i = 0; i < logits.size(); i++) {
+    const auto token = static_cast<uint32_t>(tokens[i]);
+    if (!(mask[token / kMaskBits] >> token % kMaskBits & 1)) logits[i] = -kInfinity;
+  }
+}
+
 // The logits of all tokens that the mask forbids become -inf.
 void keep_allowed(Mask mask, std::span<float> logits) {
   for (size_t first = 0; first < logits.size(); first += kMaskBits) {
@@ -231,6 +240,20 @@ TokenLogprobs token_logprobs(const Kernels& kernels, const float* logits, int si
   check_token(token, size);
   check(num_logprobs >= 0, "num_logprobs must not be negative");
   return describe(Row(kernels, logits, size, scratch), token, num_logprobs);
+}
+
+TokenMap::TokenMap(std::vector<int> tokens, int vocab) : tokens_(std::move(tokens)) {
+  check(vocab > 0 && vocab <= 1 << 24, "vocab must be between 1 and 2^24");
+  check(!tokens_.empty(), "a token map needs tokens");
+  index_.assign(static_cast<size_t>(vocab), -1);
+  int last = -1;
+  for (int i = 0; i < size(); i++) {
+    const int token = tokens_[static_cast<size_t>(i)];
+    check_token(token, vocab);
+    check(token > last, "the tokens of a map must ascend");
+    last = token;
+    index_[static_cast<size_t>(token)] = i;
+  }
 }
 
 Sampler::Sampler(const Kernels* kernels, SamplingOptions options, const std::vector<int>& prompt,
@@ -335,21 +358,79 @@ bool Sampler::adjusts(uint32_t position, Mask mask) const {
          (!options_.banned.empty() && position < options_.banned_until);
 }
 
-const float* Sampler::adjusted(const float* logits, uint32_t position, Mask mask,
-                               std::vector<float>& memory) const {
-  memory.assign(logits, logits + options_.vocab);
-  for (const auto& [token, bias] : options_.logit_bias) memory[static_cast<size_t>(token)] += bias;
+float* Sampler::adjusted(const float* logits, uint32_t position, Mask mask,
+                         std::vector<float>& memory, const TokenMap* map) const {
+  memory.assign(logits, logits + (map ? map->size() : options_.vocab));
+  const auto logit_of = [&](int token) -> float* {  // null: the row has no logit of the token
+    const int i = map ? map->index(token) : token;
+    return i < 0 ? nullptr : &memory[static_cast<size_t>(i)];
+  };
+  for (const auto& [token, bias] : options_.logit_bias)
+    if (float* logit = logit_of(token)) *logit += bias;
   for (const Seen& seen : seen_) {
-    float& logit = memory[static_cast<size_t>(seen.token)];
-    logit = logit > 0 ? logit / options_.repetition_penalty : logit * options_.repetition_penalty;
+    float* logit = logit_of(seen.token);
+    if (!logit) continue;
+    *logit =
+        *logit > 0 ? *logit / options_.repetition_penalty : *logit * options_.repetition_penalty;
     if (seen.in_output)
-      logit -= options_.frequency_penalty * static_cast<float>(seen.in_output) +
-               options_.presence_penalty;
+      *logit -= options_.frequency_penalty * static_cast<float>(seen.in_output) +
+                options_.presence_penalty;
   }
   if (position < options_.banned_until)
-    for (int token : options_.banned) memory[static_cast<size_t>(token)] = -kInfinity;
-  if (mask) keep_allowed(mask, memory);
+    for (int token : options_.banned)
+      if (float* logit = logit_of(token)) *logit = -kInfinity;
+  if (mask && map)
+    keep_allowed(mask, memory, map->tokens());
+  else if (mask)
+    keep_allowed(mask, memory);
   return memory.data();
+}
+
+// The noise of a token as `noisiest` has it, in units of logits.
+double Sampler::scaled_noise(int token, uint32_t position, uint32_t seq_index) const {
+  if (options_.temperature < kGreedyBelow) return 0;
+  const uint32_t counter[] = {static_cast<uint32_t>(token) >> 2, position, seq_index, 0};
+  const uint32_t key[] = {static_cast<uint32_t>(options_.seed),
+                          static_cast<uint32_t>(options_.seed >> 32)};
+  uint32_t words[4];
+  kernels_->philox(counter, key, words);
+  return -options_.temperature * std::log(-std::log((words[token & 3] + 0.5) * 0x1p-32));
+}
+
+Expanded Sampler::expand(float* logits, uint32_t position, Mask mask, uint32_t seq_index, int width,
+                         const TokenMap* map, Scratch& scratch) {
+  if (adjusts(position, mask)) logits = adjusted(logits, position, mask, scratch.adjusted, map);
+  const int size = map ? map->size() : options_.vocab;
+  const int* tokens = map ? map->tokens() : nullptr;
+  Expanded result;
+  double top = 0, rest = 0, mass = 0;
+  for (int i = 0; i < width; i++) {
+    const uint32_t stream = i ? seq_index : seq_index_;
+    int index = 0;
+    try {
+      const Row row(*kernels_, logits, size, scratch, tokens);
+      if (!i) {
+        top = static_cast<double>(row.top());
+        rest = row.weigh(row.all(), 1.0);
+      }
+      index = choose(row, options_, stream, position);
+    } catch (const NonFiniteLogits&) {
+      if (!i) throw;
+      break;
+    }
+    const int token = tokens ? tokens[index] : index;
+    const double below = static_cast<double>(logits[index]) - top;
+    const double score = below + scaled_noise(token, position, stream);
+    rest -= std::exp(below);
+    mass += std::exp(score);
+    result.tokens.push_back(token);
+    result.scores.push_back(score);
+    logits[index] = -kInfinity;
+  }
+  const double log_mass = std::log(mass + std::max(rest, 0.0));
+  for (double& score : result.scores) score -= log_mass;
+  append(result.tokens.front());
+  return result;
 }
 
 Verified verify_exact(Sampler& sampler, const float* logits, uint32_t position, DraftTree draft,
@@ -372,22 +453,6 @@ Verified verify_exact(Sampler& sampler, const float* logits, uint32_t position, 
     while (node < num_nodes && !is_next(static_cast<size_t>(node))) node++;
   } while (node < num_nodes);
   return result;
-}
-
-std::vector<int> expand(Sampler& sampler, float* logits, uint32_t position, Mask mask,
-                        uint32_t seq_index, int width, Scratch& scratch) {
-  std::optional<Sampler> initial;
-  if (width > 1) initial.emplace(sampler.clone(seq_index));
-  std::vector<int> tokens = {sampler.draw(logits, position, mask, -1, scratch).token};
-  while (static_cast<int>(tokens.size()) < width) {
-    logits[tokens.back()] = -kInfinity;
-    try {
-      tokens.push_back(initial->clone(seq_index).draw(logits, position, mask, -1, scratch).token);
-    } catch (const NonFiniteLogits&) {
-      break;
-    }
-  }
-  return tokens;
 }
 
 }  // namespace headrace

@@ -48,6 +48,21 @@ using Mask = const uint32_t*;
 constexpr int kMaskBits = 32;
 constexpr int mask_words(int vocab) { return (vocab + kMaskBits - 1) / kMaskBits; }
 
+// The tokens that a row of logits has, ascending, if it has not all of the vocabulary.
+class TokenMap {
+ public:
+  // Throws invalid_argument unless the tokens ascend from 0 to below `vocab`.
+  TokenMap(std::vector<int> tokens, int vocab);
+
+  int size() const { return static_cast<int>(tokens_.size()); }
+  int vocab() const { return static_cast<int>(index_.size()); }
+  const int* tokens() const { return tokens_.data(); }
+  int index(int token) const { return index_[static_cast<size_t>(token)]; }  // -1: no logit
+
+ private:
+  std::vector<int> tokens_, index_;
+};
+
 struct Drawn {
   int token = 0;
   std::optional<TokenLogprobs> logprobs;
@@ -64,6 +79,12 @@ struct Scratch {
 // Throws NonFiniteLogits.
 TokenLogprobs token_logprobs(const Kernels& kernels, const float* logits, int size, int token,
                              int num_logprobs, Scratch& scratch);
+
+// The tokens of an expanded row, and the logarithm of the estimated probability of each.
+struct Expanded {
+  std::vector<int> tokens;
+  std::vector<double> scores;
+};
 
 // The sampling state of one sequence.
 class Sampler {
@@ -102,6 +123,15 @@ class Sampler {
   TokenLogprobs likeliest(const float* logits, uint32_t position, Mask mask, int count,
                           Scratch& scratch) const;
 
+  // Draws a token, and then the next best under the same noise, up to `width`; the logits
+  // of drawn tokens may become -inf. It ends early if no token is left; throws
+  // NonFiniteLogits if there is not one. The first token becomes part of the state; the
+  // others are drawn as sequence `seq_index` of the request draws. With a map, the row has
+  // the logits of its tokens only. A score compares logits with the noise of drawn tokens, and
+  // without that of all others: softmax(logit + temperature * noise).
+  Expanded expand(float* logits, uint32_t position, Mask mask, uint32_t seq_index, int width,
+                  const TokenMap* map, Scratch& scratch);
+
   // A token that was chosen elsewhere becomes part of the state, as if it had been
   // drawn.
   void append(int token);
@@ -115,8 +145,9 @@ class Sampler {
 
  private:
   bool adjusts(uint32_t position, Mask mask) const;
-  const float* adjusted(const float* logits, uint32_t position, Mask mask,
-                        std::vector<float>& memory) const;
+  float* adjusted(const float* logits, uint32_t position, Mask mask, std::vector<float>& memory,
+                  const TokenMap* map = nullptr) const;
+  double scaled_noise(int token, uint32_t position, uint32_t seq_index) const;
   void see(int token, uint32_t in_output);
 
   OneCaller caller_;
@@ -147,12 +178,5 @@ struct Verified {
 // NonFiniteLogits.
 Verified verify_exact(Sampler& sampler, const float* logits, uint32_t position, DraftTree draft,
                       Mask masks, int num_logprobs, Scratch& scratch);
-
-// Draws a token, and then the next best under the same noise, up to `width`; the logits
-// of drawn tokens become -inf. It ends early where no token is left; throws
-// NonFiniteLogits where there is not one. The first token becomes part of the state of
-// `sampler`, which draws as sequence `seq_index` of its request does.
-std::vector<int> expand(Sampler& sampler, float* logits, uint32_t position, Mask mask,
-                        uint32_t seq_index, int width, Scratch& scratch);
 
 }  // namespace headrace

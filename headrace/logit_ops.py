@@ -121,6 +121,14 @@ class Score(NamedTuple):
     num_logprobs: int
 
 
+class TokenMap(Protocol):
+    """The tokens of rows of logits that lack some of the vocabulary."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """The token of each logit, ascending."""
+
+
 class Expand(NamedTuple):
     """Sample draft tokens: first the token of a `SampleOp`, then the next best tokens.
 
@@ -134,6 +142,8 @@ class Expand(NamedTuple):
     width: int  # maximum tokens
     probabilities: bool  # whether to return the distribution of the first token
     masks: Masks | None = None  # [1, words] allowed tokens; None: all
+    tokens: TokenMap | None = None
+    """The tokens of the row's logits; None: logit i is token i's. Other tokens are not sampled."""
 
 
 class Expanded(NamedTuple):
@@ -141,6 +151,8 @@ class Expanded(NamedTuple):
 
     tokens: list[int]  # sampled token, then the next best tokens
     probabilities: NDArray[np.float64] | None  # [vocab]
+    scores: Sequence[float] = ()
+    """Logarithm of the estimated probability of each token; empty if the backend gives none."""
 
 
 class PoolState(Protocol):

@@ -5,13 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace import _native
 from headrace.backend import Executable
 from headrace.batch import RaggedBatch
-from headrace.logit_ops import LogitOp, StepResult
+from headrace.logit_ops import Expand, StepResult
 from headrace.sampling.host import run_logit_ops
-
-_NEVER = np.float32(-1e9)
-"""Logit of tokens without one; finite, because samplers check logits."""
 
 
 class MappedLogits:
@@ -21,15 +19,19 @@ class MappedLogits:
         self, executable: Executable, tokens: NDArray[np.int32] | None, vocab_size: int
     ) -> None:
         self.executable = executable
-        self._tokens = tokens
-        self._vocab_size = vocab_size
+        self._map = self._order = None
+        if tokens is not None:
+            order = np.argsort(tokens)
+            self._map = _native.TokenMap(tokens[order].tolist(), vocab_size)
+            self._order = None if (np.diff(tokens) > 0).all() else order
 
-    def launch(self, batch: RaggedBatch, ops: Sequence[LogitOp]) -> StepResult:
+    def launch(self, batch: RaggedBatch, ops: Sequence[Expand]) -> StepResult:
         """Run one forward with the ops; its hidden rows are valid until the next launch."""
-        if self._tokens is None or not ops:
+        if self._map is not None:
+            ops = [op._replace(tokens=self._map) for op in ops]
+        if self._order is None or not ops:
             return self.executable.launch(batch, ops, hidden=True).wait()
         result = self.executable.launch(batch, logits=True, hidden=True).wait()
         assert result.logits is not None
-        logits = np.full((len(result.logits), self._vocab_size), _NEVER)
-        logits[:, self._tokens] = result.logits
+        logits = result.logits[:, self._order]
         return StepResult(run_logit_ops(ops, logits), hidden=result.hidden)

@@ -35,6 +35,9 @@ VERIFIERS: dict[AcceptanceMethod, Verifier] = {
     "typical": verify_typical,
 }
 
+_NEVER = np.float32(-1e9)
+"""Logit of tokens without one; finite, because samplers check logits."""
+
 
 def run_logit_ops(
     ops: Sequence[LogitOp],
@@ -104,16 +107,20 @@ def _expand(ops: Sequence[Expand], logits: Logits, pool: _native.Pool) -> list[E
     probabilities = [_probabilities(op, logits) for op in ops]
     results = _native.expand(pool, logits, cast(Any, ops))
     return [
-        None if tokens is None else Expanded(tokens, p)
-        for tokens, p in zip(results, probabilities, strict=True)
+        None if expanded is None else Expanded(expanded[0], p, expanded[1])
+        for expanded, p in zip(results, probabilities, strict=True)
     ]
 
 
 def _probabilities(op: Expand, logits: Logits) -> NDArray[np.float64] | None:
     if not op.probabilities:
         return None
+    sampler, row = cast(Sampler, op.sampler), logits[op.row]
+    if op.tokens is not None:
+        row = np.full(sampler.options["vocab"], _NEVER)
+        row[op.tokens.tokens] = logits[op.row]
     try:
-        return cast(Sampler, op.sampler).probabilities(logits[op.row], op.position, op.masks)
+        return sampler.probabilities(row, op.position, op.masks)
     except NonFiniteLogitsError:
         return None  # the sampler meets the same logits, so the op has no result
 

@@ -49,7 +49,7 @@ def runs_on_device(op: LogitOp) -> bool:
         is_exact = op.method == "exact" or (op.method == "typical" and not op.draft.tokens)
         return is_short and is_exact
     return isinstance(op, Score) or (
-        isinstance(op, Expand) and op.width == 1 and not op.probabilities
+        isinstance(op, Expand) and op.width == 1 and not op.probabilities and op.tokens is None
     )
 
 
