@@ -208,7 +208,7 @@ class EngineConfig:
     """
     draft_model: str = ""
     """Draft model for `draft_model`: an alias, path, `hf:` or `pypi:` name of a smaller
-    model with the same vocabulary, the folder of an EAGLE-3 drafter of the model, or
+    model with the same vocabulary, the folder of an EAGLE drafter of the model, or
     `mtp` for the layer for drafts in the model's own files (DeepSeek-V3).
     """
     draft_layers: int | str | tuple[int, ...] = 0
@@ -226,7 +226,7 @@ class EngineConfig:
     draft_sparsity: str = ""
     """File of thresholds, as `activation_sparsity`, for the drafts of `self_draft` only."""
     medusa_heads: str = ""
-    """Safetensors file for `medusa`, with heads that were trained for the model."""
+    """Safetensors file or folder for `medusa`, with heads that were trained for the model."""
     draft_depth: int = 4
     """Maximum length of a draft chain, for `draft_model`, `self_draft` and `medusa`."""
     draft_width: int = 1

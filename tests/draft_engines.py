@@ -9,7 +9,7 @@ import numpy as np
 
 from headrace.backend import Executable, compile_program
 from headrace.backend_traits import KvDtype
-from headrace.checkpoint.eagle3 import Drafter
+from headrace.checkpoint.drafter import Drafter
 from headrace.config import LOSSY_OPTIONS, EngineConfig, KvConfig
 from headrace.engine.engine import Engine
 from headrace.kv.manager import KvManager

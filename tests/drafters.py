@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from headrace.checkpoint.eagle3 import Drafter
+from headrace.checkpoint.drafter import Drafter
 from headrace.model.spec import DrafterSpec, ModelSpec, RopeSpec
 from tests.tiny import Tensors, random_tensors
 
@@ -145,6 +145,73 @@ def write_drafter(
     return folder
 
 
+def random_eagle1(
+    model: tuple[ModelSpec, Tensors], seed: int = 0, *, fuse_bias: bool = False
+) -> Drafter:
+    """An EAGLE-1 drafter with the model's own embedding, last norm and head."""
+    target, tensors = model
+    spec = random_drafter(model, seed).spec
+    drafter = DrafterSpec(
+        taps=(target.num_layers,),
+        target_dim=target.dim,
+        vocab_size=target.vocab_size,
+        fuse_bias=fuse_bias,
+    )
+    spec = replace(spec, architecture="eagle1", drafter=drafter)
+    head = tensors["embed" if target.tied_embeddings else "head"]
+    shared = {"embed": tensors["embed"], "target_norm": tensors["norm"], "head": head}
+    return Drafter(spec, random_tensors(spec, seed) | shared, tokens=None)
+
+
+def write_eagle1(
+    folder: Path,
+    drafter: Drafter,
+    layout: str,
+    tensors: dict[str, torch.Tensor | None] | None = None,
+    **changes: Any,
+) -> Path:
+    """Write a folder in the layout of its `authors`, of `vllm` or of `speculators`."""
+    spec = drafter.spec
+    layer = config_of(drafter, "speculators")["transformer_layer_config"]
+    config: dict[str, Any] = {
+        "authors": layer | {"architectures": ["LlamaForCausalLM"], "bias": spec.drafter.fuse_bias},
+        "vllm": {"model_type": "eagle", "architectures": ["EAGLEModel"], "model": layer},
+        "speculators": {
+            "architectures": ["EagleSpeculator"],
+            "speculators_model_type": "eagle",
+            "transformer_layer_config": layer,
+            "layernorms": False,
+            "fusion_bias": spec.drafter.fuse_bias,
+        },
+    }[layout]
+    fuse, home = {
+        "authors": ("fc", "layers.0"),
+        "vllm": ("model.fc", "model.layers.0"),
+        "speculators": ("fusion_fc", "transformer"),
+    }[layout]
+    names = {"fuse": f"{fuse}.weight", "fuse_bias": f"{fuse}.bias"}
+    names["layers.0.mlp_norm"] = f"{home}.post_attention_layernorm.weight"
+    names |= {f"layers.0.{part}": f"{home}.self_attn.{part}_proj.weight" for part in "qkvo"}
+    names |= {
+        f"layers.0.{part}": f"{home}.mlp.{part}_proj.weight" for part in ("gate", "up", "down")
+    }
+    stored: dict[str, torch.Tensor | None] = {}
+    for ours, name in names.items():
+        if ours in drafter.tensors:
+            values = drafter.tensors[ours].dequantise()
+            if ours in ("layers.0.q", "layers.0.k"):
+                values = half_split_rows(spec, values)
+            stored[name] = torch.from_numpy(values.reshape(-1) if "bias" in ours else values.copy())
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    stored |= tensors or {}
+    save_file(
+        {name: tensor for name, tensor in stored.items() if tensor is not None},
+        folder / "model.safetensors",
+    )
+    return folder
+
+
 class Twin:
     """EAGLE-3 for one sequence, written from the paper and its authors' code, in float64."""
 
@@ -162,11 +229,10 @@ class Twin:
         values: list[Floats] = []
         row = np.zeros(0)
         for position, tap in enumerate(taps):
-            row = self._row(known[position + 1], self.w["fuse"] @ tap, position, keys, values)
+            row = self._row(known[position + 1], self._joined(tap), position, keys, values)
         drafted: list[int] = []
         for step in range(depth):
-            logits = self.w["head"] @ self._norm(row, "norm")
-            best = int(np.argmax(logits))
+            best = int(np.argmax(self.w["head"] @ self._before_head(row)))
             drafted.append(best if self.tokens is None else int(self.tokens[best]))
             row = self._row(drafted[-1], row, len(taps) + step, keys, values)
         return drafted
@@ -178,6 +244,26 @@ class Twin:
         spec, w = self.spec, self.w
         normed = self._norm(hidden, "layers.0.hidden_norm")
         merged = np.concatenate([self._norm(w["embed"][token], "layers.0.attn_norm"), normed])
+        residual = normed if spec.drafter.norm_before_residual else hidden
+        return self._layer(merged, residual, position, keys, values)
+
+    def _joined(self, tap: Floats) -> Floats:
+        result: Floats = self.w["fuse"] @ tap
+        return result
+
+    def _before_head(self, row: Floats) -> Floats:
+        return self._norm(row, "norm")
+
+    def _layer(
+        self,
+        merged: Floats,
+        residual: Floats,
+        position: int,
+        keys: list[Floats],
+        values: list[Floats],
+    ) -> Floats:
+        """The row after attention from `merged`, which is added to `residual`, and the MLP."""
+        spec, w = self.spec, self.w
         q = self._turned(w["layers.0.q"] @ merged, position)
         keys.append(self._turned(w["layers.0.k"] @ merged, position))
         values.append((w["layers.0.v"] @ merged).reshape(spec.num_kv_heads, -1))
@@ -189,7 +275,6 @@ class Twin:
             weights = np.exp(scores - scores.max())
             weights /= weights.sum()
             attended.append(sum(x * v[shared] for x, v in zip(weights, values, strict=True)))
-        residual = normed if spec.drafter.norm_before_residual else hidden
         x = residual + w["layers.0.o"] @ np.concatenate(attended)
         y = self._norm(x, "layers.0.mlp_norm")
         gate = w["layers.0.gate"] @ y
@@ -207,3 +292,21 @@ class Twin:
         angles = position * 10000.0 ** (-2 * np.arange(pairs.shape[1]) / self.spec.head_dim)
         turned = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * angles)
         return np.stack([turned.real, turned.imag], -1).reshape(len(pairs), -1)
+
+
+class Eagle1Twin(Twin):
+    """EAGLE-1 for one sequence (`eagle/model/cnets1.py`)."""
+
+    def _joined(self, tap: Floats) -> Floats:
+        return self._norm(tap, "target_norm")
+
+    def _before_head(self, row: Floats) -> Floats:
+        return row
+
+    def _row(
+        self, token: int, hidden: Floats, position: int, keys: list[Floats], values: list[Floats]
+    ) -> Floats:
+        x: Floats = self.w["fuse"] @ np.concatenate([self.w["embed"][token], hidden])
+        if "fuse_bias" in self.w:
+            x = x + self.w["fuse_bias"].reshape(-1)
+        return self._layer(x, x, position, keys, values)

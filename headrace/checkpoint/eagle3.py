@@ -7,7 +7,6 @@ The authors name the layer `midlayer` and describe it in config.json itself (Saf
 the target, and t2d says which tokens of the target it has.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,19 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.checkpoint.assemble import assemble
-from headrace.checkpoint.files import find, read_json
+from headrace.checkpoint.drafter import Drafter, check_finite, check_target
 from headrace.checkpoint.load import Checkpoint, checked_spec
 from headrace.checkpoint.safetensors import read_folder
-from headrace.errors import FormatError, RequestError, UnsupportedModelError
+from headrace.errors import FormatError
 from headrace.model import FAMILIES
 from headrace.model.eagle3 import TENSORS
 from headrace.model.family import Layout
 from headrace.model.fields import JsonFields
 from headrace.model.spec import DrafterSpec, ModelSpec
 from headrace.quant.formats import StoredTensor
-from headrace.record import frozen
 
-_KIND = "speculators_model_type"
 _LAYER = "transformer_layer_config"
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 _FAMILIES = ("llama", "qwen3")
@@ -38,40 +35,15 @@ _LAYOUT = Layout(
     tensors=TENSORS,
     ignored=("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight"),
 )
-_CHUNK_ROWS = 1024
 
 
-@frozen(eq=False)
-class Drafter:
-    """An EAGLE-3 drafter that fits a target, opened."""
+def open_eagle3(path: Path, config: JsonFields, target: Checkpoint) -> Drafter:
+    """Open the EAGLE-3 drafter in a folder with this configuration.
 
-    spec: ModelSpec
-    tensors: Mapping[str, StoredTensor]
-    """With the target's embedding if the drafter has none."""
-    tokens: NDArray[np.int32] | None
-    """The target's token of each of its own [draft vocab]; None: they are the same."""
-
-
-def is_drafter(path: Path) -> bool:
-    """Whether a path is a folder with the configuration of a drafter of hidden rows.
-
-    Raises as `read_json`.
+    Raises as `open_checkpoint`, and RequestError if it belongs to another model.
     """
-    file = find(path, "config.json") if os.path.isdir(path) else None
-    if file is None:
-        return False
-    config = read_json(file)
-    names = str(config.get("architectures")).casefold()
-    return bool(config.get(_KIND)) or "eagle3" in names or "draft_vocab_size" in config
-
-
-def open_drafter(path: Path, target: Checkpoint) -> Drafter:
-    """Open the drafter in a folder. Raises as `open_checkpoint`, and RequestError if it belongs to
-    another model.
-    """
-    config = JsonFields(read_json(path / "config.json"), f"{path.name}/config.json")
     spec = _spec(config, target.spec.num_layers)
-    _check_target(path.name, spec, target.spec)
+    check_target(path.name, spec, target.spec)
 
     stored = {_own_name(name): tensor for name, tensor in read_folder(path).items()}
     maps: dict[str, StoredTensor] = {
@@ -80,7 +52,8 @@ def open_drafter(path: Path, target: Checkpoint) -> Drafter:
     drafter = spec.drafter
     assert drafter
     tokens = _target_tokens(path.name, maps, drafter.vocab_size, spec.vocab_size)
-    if "embed_tokens.weight" not in stored:
+    lacks_embedding = "embed_tokens.weight" not in stored
+    if lacks_embedding:
         if spec.dim != drafter.target_dim:
             raise FormatError(
                 f"{path.name}: tensor embed_tokens.weight is missing, and the model's embedding "
@@ -89,18 +62,14 @@ def open_drafter(path: Path, target: Checkpoint) -> Drafter:
         stored["embed_tokens.weight"] = target.tensors["embed"]
 
     tensors = assemble(spec, _LAYOUT, stored, path.name)
-    _check_finite(path.name, {name: t for name, t in tensors.items() if name != "embed"})
+    check_finite(path.name, {name: t for name, t in tensors.items() if name != "embed"})
+    if lacks_embedding:
+        tensors["embed"] = target.tensors["embed"]
     return Drafter(spec, tensors, tokens)
 
 
 def _spec(config: JsonFields, num_layers: int) -> ModelSpec:
     """The specification of a drafter for a model with this number of layers."""
-    kind = config.string(_KIND, "eagle3")
-    if kind != "eagle3":
-        raise UnsupportedModelError(
-            f"{config.where}: {_KIND} is {kind[:40]!r}, and Headrace reads drafters of the kind "
-            "eagle3; choose an EAGLE-3 drafter of the model"
-        )
     config.require_neutral({"norm_before_fc": (False,), "fc_norm": (False,), "use_mla": (False,)})
     layer = config.section(_LAYER) if _LAYER in config else config
     family = layer.string("model_type", "llama")
@@ -136,28 +105,6 @@ def _taps(config: JsonFields, num_layers: int) -> tuple[int, ...]:
     if not 1 <= len(taps) <= 8 or taps != values:
         raise given.unsupported(_TAPS)
     return taps
-
-
-def _check_target(name: str, spec: ModelSpec, target: ModelSpec) -> None:
-    """Raise RequestError for the drafter of another model."""
-    drafter = spec.drafter
-    assert drafter
-    facts = (
-        ("hidden size", drafter.target_dim, target.dim),
-        ("vocabulary size", spec.vocab_size, target.vocab_size),
-    )
-    for what, own, needed in facts:
-        if own != needed:
-            raise RequestError(
-                f"draft_model '{name}' drafts for a model with {what} {own:,}, and this model's is "
-                f"{needed:,}; choose a drafter that was trained for this model"
-            )
-    if min(drafter.taps) < 0 or max(drafter.taps) >= target.num_layers:
-        layers = ", ".join(map(str, drafter.taps))
-        raise RequestError(
-            f"draft_model '{name}' reads the rows before layers {layers}, and this model has "
-            f"layers 0 to {target.num_layers - 1}; choose a drafter that was trained for this model"
-        )
 
 
 def _own_name(name: str) -> str:
@@ -201,15 +148,3 @@ def _target_tokens(
 
 def _numbers(tensor: StoredTensor) -> NDArray[np.int64]:
     return tensor.dequantise().reshape(-1).astype(np.int64)
-
-
-def _check_finite(name: str, tensors: Mapping[str, StoredTensor]) -> None:
-    """Raise FormatError for a weight that is not finite: such a drafter would never draft."""
-    for tensor in tensors.values():
-        for first in range(0, tensor.rows, _CHUNK_ROWS):
-            rows = range(first, min(first + _CHUNK_ROWS, tensor.rows))
-            if not np.isfinite(tensor.dequantise_rows(rows)).all():
-                raise FormatError(
-                    f"{name}: tensor {tensor.name} has a weight that is not finite; its training "
-                    "failed, so choose another drafter"
-                )

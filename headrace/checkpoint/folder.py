@@ -7,7 +7,7 @@ from typing import Any
 from headrace.checkpoint.architecture import layout_of
 from headrace.checkpoint.files import find, list_names, member, read_file, read_json
 from headrace.checkpoint.head import settle_head
-from headrace.checkpoint.names import modules, renamed, text_names
+from headrace.checkpoint.names import MEDUSA_PREFIXES, modules, renamed, text_names
 from headrace.checkpoint.quantisation import method_of
 from headrace.checkpoint.quantisation.sparse import sparse_loss
 from headrace.checkpoint.quantisation.stated import stated_quantisation
@@ -40,8 +40,9 @@ class Folder:
         stored, quantisation = read_folder(self.path), stated_quantisation(self.config, self.path)
         names = text_names(stored, self.layout)
         own = dict(names.own)
+        heads_for_drafts = [name for name in names.others if name.startswith(MEDUSA_PREFIXES)]
         if self.text_part is None:
-            own |= {name: name for name in names.others}
+            own |= {name: name for name in names.others if name not in heads_for_drafts}
         tensors = renamed(stored, own)
         if quantisation is not None:
             tensors = method_of(quantisation).assemble(quantisation, tensors, self.path.name)
@@ -49,6 +50,11 @@ class Folder:
         heads = settle_head(self.spec, self.layout, tensors, is_stated=is_stated)
         left_out = tuple(name for name in names.others if name not in own)
         notes = [f"{self.path.name}: {heads.note}"] if heads.note else []
+        if heads_for_drafts:
+            notes.append(
+                f"{self.path.name}: the folder has Medusa heads; set medusa_heads to the folder to "
+                "draft with them"
+            )
         if self.text_part:
             notes.insert(0, self._text_note(self.text_part, left_out))
         if heads.equal_head:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from headrace.checkpoint.assemble import assemble
-from headrace.checkpoint.eagle3 import Drafter
+from headrace.checkpoint.drafter import Drafter
 from headrace.checkpoint.load import Checkpoint, checked_spec
 from headrace.errors import RequestError
 from headrace.model import FAMILIES

@@ -30,6 +30,9 @@ _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.
 _OUTER_WRAPPERS = ("module.", "base_model.model.")
 """The same at the beginning of names: DDP and PEFT."""
 
+MEDUSA_PREFIXES = ("medusa_head.", "medusa_heads.")
+"""Starts of names of Medusa heads that are saved with their model."""
+
 _Value = TypeVar("_Value")
 
 

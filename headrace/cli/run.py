@@ -179,7 +179,7 @@ def _add_speculation(group: Arguments) -> None:
         group,
         "draft_model",
         "MODEL",
-        "smaller model with the same vocabulary, folder of an EAGLE-3 drafter of the model, or mtp "
+        "smaller model with the same vocabulary, folder of an EAGLE drafter of the model, or mtp "
         "for the layer for drafts in the model's own files (for the proposer draft_model)",
     )
     text = (
@@ -197,7 +197,7 @@ def _add_speculation(group: Arguments) -> None:
         group,
         "medusa_heads",
         "FILE",
-        "safetensors file with heads that were trained for the model (for the proposer medusa)",
+        "safetensors file or folder with heads that were trained for the model (for medusa)",
     )
     text = "maximum draft tokens in a row, for draft_model, self_draft and medusa"
     _add(group, "draft_depth", "K", text, int)

@@ -6,25 +6,24 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
 from headrace.backend import Executable, lower_program
 from headrace.backend.mapped_logits import MappedLogits
-from headrace.checkpoint.eagle3 import Drafter, is_drafter, open_drafter
+from headrace.checkpoint.drafter import Drafter
+from headrace.checkpoint.drafters import is_drafter, open_drafter
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
+from headrace.checkpoint.medusa import num_heads, read_heads
 from headrace.checkpoint.mtp import open_mtp
-from headrace.checkpoint.safetensors import read_safetensors
 from headrace.checkpoint.source import resolve
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig, KvConfig
-from headrace.errors import FormatError, ModelNotFoundError, RequestError
+from headrace.errors import RequestError
 from headrace.kv.manager import KvManager
 from headrace.loader.activation_sparsity import sparse_program
 from headrace.loader.draft_vocabulary import check_vocabulary, with_vocab_size
 from headrace.loader.early_exit import with_early_exit
 from headrace.loader.kv_size import KvUse
 from headrace.loader.self_draft import SelfDraft, open_self_draft, shortened_program
-from headrace.model import eagle3, mtp, trace_model
+from headrace.model import eagle1, eagle3, mtp, trace_model
 from headrace.model.spec import ModelSpec
 from headrace.program.trace import Program, trace
 from headrace.quant.formats import StoredTensor
@@ -35,7 +34,6 @@ from headrace.speculation.proposers.eagle import DrafterPrograms
 from headrace.speculation.proposers.eagle import max_rows as max_pairs
 from headrace.speculation.proposers.medusa import head_forward
 
-_MAX_HEADS = 16
 OWN_LAYERS = "mtp"
 """A `draft_model`: the layers for drafts in the model's own files."""
 
@@ -73,9 +71,9 @@ class DraftCheckpoints:
         spec = self.drafter.spec.drafter if self.drafter else None
         return spec.taps if spec else ()
 
-    def weight_bytes(self, backend: str, target: ModelSpec) -> int:
+    def weight_bytes(self, backend: str, target: Checkpoint) -> int:
         """Return the bytes of their weights in the backend's memory, without the target's."""
-        total = self.self_draft.own_weight_bytes(backend, target) if self.self_draft else 0
+        total = self.self_draft.own_weight_bytes(backend, target.spec) if self.self_draft else 0
         if self.draft:
             program = trace_model(self.draft.spec, self.draft.tensors)
             total += lower_program(backend, program, self.draft.tensors).weight_bytes
@@ -83,8 +81,10 @@ class DraftCheckpoints:
             program = drafter_program(self.drafter)
             total += lower_program(backend, program, self.drafter.tensors).weight_bytes
         if self.heads:
-            for program in _head_programs(target, self.heads):
-                total += lower_program(backend, program, self.heads).weight_bytes
+            programs = _head_programs(target, self.heads)
+            lowered = [lower_program(backend, *each) for each in programs]
+            weights = {name: each for program in lowered for name, each in program.weights.items()}
+            total += sum(each.nbytes for name, each in weights.items() if name in self.heads)
         return total
 
 
@@ -148,9 +148,11 @@ def draft_model_program(config: EngineConfig, draft: Checkpoint) -> Program:
 
 def drafter_program(drafter: Drafter, *, from_itself: bool = False) -> Program:
     """Trace a drafter over rows of the target, or over its own rows."""
-    module = {"eagle3": eagle3, "mtp": mtp}[drafter.spec.architecture]
+    module = {"eagle1": eagle1, "eagle3": eagle3, "mtp": mtp}[drafter.spec.architecture]
     forward = module.from_itself if from_itself else module.from_target
-    return trace(partial(forward, drafter.spec), drafter.tensors).with_residual()
+    program = trace(partial(forward, drafter.spec), drafter.tensors)
+    # Its next drafts read the rows that its head reads, or those before the norm of the head.
+    return program.with_hidden() if module is eagle1 else program.with_residual()
 
 
 def target_program(config: EngineConfig, target: Checkpoint, taps: Sequence[int] = ()) -> Program:
@@ -194,10 +196,8 @@ def compile_draft_models(
         tensors = {**target.tensors, **self_draft.own}
         draft_models = replace(draft_models, self_draft=executable.attach(program, tensors))
     if heads := draft_checkpoints.heads:
-        programs = _head_programs(target.spec, heads)
-        draft_models = replace(
-            draft_models, heads=[executable.attach(program, heads) for program in programs]
-        )
+        programs = _head_programs(target, heads)
+        draft_models = replace(draft_models, heads=[executable.attach(*each) for each in programs])
     return draft_models
 
 
@@ -216,62 +216,10 @@ def compile_drafter(
     )
 
 
-def _head_programs(spec: ModelSpec, tensors: Mapping[str, StoredTensor]) -> Iterator[Program]:
-    return (
-        trace(partial(head_forward, i, spec.dim, spec.vocab_size), tensors)
-        for i in range(len(tensors) // 3)
-    )
-
-
-def read_heads(path: Path, spec: ModelSpec, num_tokens: int) -> dict[str, StoredTensor]:
-    """Read Medusa heads from a safetensors file, under the names of this engine.
-
-    Each head i has `{i}.0.linear.weight` [dim, dim], `{i}.0.linear.bias` [dim] and
-    `{i}.1.weight` [vocab, dim], which may be padded to another number of rows, from `num_tokens`
-    on. The names in the file may start with `medusa_head.`.
-    Raises ModelNotFoundError if there is no file, and FormatError if a tensor is
-    missing, unknown or of a wrong shape.
-    """
-    if not path.is_file():
-        raise ModelNotFoundError(
-            f"medusa_heads '{path}' is not a file; set the path of a safetensors file"
-        )
-    stored = {
-        name.removeprefix("medusa_head."): tensor for name, tensor in read_safetensors(path).items()
-    }
-    shapes = {
-        "0.linear.weight": (spec.dim, spec.dim),
-        "0.linear.bias": (spec.dim,),
-        "1.weight": (spec.vocab_size, spec.dim),
-    }
-    count = -(-len(stored) // len(shapes))
-    expected = {
-        f"{i}.{name}": shape
-        for i in range(min(count, _MAX_HEADS))
-        for name, shape in shapes.items()
-    }
-    if not expected or stored.keys() != expected.keys():
-        known = expected or {f"0.{name}": () for name in shapes}
-        wrong = sorted(stored.keys() ^ known.keys())[:3]
-        raise FormatError(
-            f"{path.name}: not Medusa heads with one layer each: missing or unknown tensors "
-            f"{', '.join(wrong)}; choose heads of Medusa-1 for this model"
-        )
-    for name, shape in expected.items():
-        if name.endswith(".1.weight"):
-            stored[name] = _padded_head(stored[name], num_tokens, spec.vocab_size)
-        if stored[name].shape != shape:
-            raise FormatError(
-                f"{path.name}: tensor {name} has shape {list(stored[name].shape)}, but this "
-                f"model needs {list(shape)}; choose heads that were trained for this model"
-            )
-    return {
-        f"medusa.{name}": replace(tensor, name=f"medusa.{name}") for name, tensor in stored.items()
-    }
-
-
-def _padded_head(tensor: StoredTensor, num_tokens: int, size: int) -> StoredTensor:
-    """Cut or pad the matrix of a head to `size` rows; padding draws no accepted token."""
-    if len(tensor.shape) != 2 or not num_tokens <= tensor.rows != size:
-        return tensor
-    return tensor.take(tensor.name, np.minimum(np.arange(size), tensor.rows - 1))
+def _head_programs(
+    target: Checkpoint, heads: Mapping[str, StoredTensor]
+) -> Iterator[tuple[Program, Mapping[str, StoredTensor]]]:
+    """The program of each head, and the tensors that it may read."""
+    spec, tensors = target.spec, {**target.tensors, **heads}
+    for i in range(num_heads(heads)):
+        yield trace(partial(head_forward, i, spec.dim, spec.vocab_size), tensors), tensors

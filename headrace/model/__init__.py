@@ -67,7 +67,7 @@ class _Families(Mapping[str, Family]):
 
 
 FAMILIES: Mapping[str, Family] = _Families()
-_DRAFTERS = {"eagle3": "eagle3", "mtp": "mtp"}
+_DRAFTERS = {"eagle1": "eagle1", "eagle3": "eagle3", "mtp": "mtp"}
 """Families of drafters, which are no models of their own."""
 
 

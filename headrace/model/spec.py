@@ -115,6 +115,8 @@ class DrafterSpec:
     """Tokens that it can draft."""
     norm_before_residual: bool = False
     """Whether the residual stream starts with the norm of the rows."""
+    fuse_bias: bool = False
+    """Whether the matrix that joins rows has a bias."""
 
 
 @frozen

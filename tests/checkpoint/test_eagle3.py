@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from headrace.checkpoint.eagle3 import is_drafter, open_drafter
+from headrace.checkpoint.drafters import is_drafter, open_drafter
 from headrace.checkpoint.load import Checkpoint
 from headrace.errors import FormatError, HeadraceError, RequestError, UnsupportedModelError
 from tests.drafters import random_drafter, stored_tensors, write_drafter
@@ -130,7 +130,7 @@ def shifted(**changes: int) -> NDArray[np.int64]:
             {},
             {"speculators_model_type": "dflash"},
             UnsupportedModelError,
-            "speculators_model_type is 'dflash', and Headrace reads drafters of the kind eagle3;",
+            "the folder has a DFlash drafter, whose block of draft tokens is computed at once",
         ),
     ],
 )

@@ -160,7 +160,7 @@ def test_mtp_from_files_to_drafts(target: Checkpoint) -> None:
     program = target_program(config, target, drafts.taps)
     kv = KvConfig((8,) * len(program.kv_groups), 32, "f32")
     use = drafts.kv_use(config)
-    assert use and len(use.groups) == 1 and drafts.weight_bytes("cpu", target.spec) > 0
+    assert use and len(use.groups) == 1 and drafts.weight_bytes("cpu", target) > 0
     executable = compile_program("cpu", program, target.tensors, kv, 1)
     models = compile_draft_models(config, drafts, target, executable, KvConfig((8,), 32, "f32"))
     checked, requests = (target.spec, dict(target.tensors)), [(p, GREEDY) for p in PROMPTS]

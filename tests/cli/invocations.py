@@ -169,7 +169,11 @@ RUN = [
         2,
         "draft_layers is 2, but must be 1 to 1",
     ),
-    Row("run {model} hello --proposer medusa --medusa-heads {tmp}/none", 3, "is not a file"),
+    Row(
+        "run {model} hello --proposer medusa --medusa-heads {tmp}/none",
+        3,
+        "is not a file or folder",
+    ),
     Row(
         "run {model} hello --proposer draft_model --draft-model nothing",
         3,

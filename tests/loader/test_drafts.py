@@ -13,12 +13,12 @@ from headrace import LLM, SamplingParams
 from headrace.backend import compile_program, lower_program
 from headrace.backend.cpu.executable import CpuExecutable
 from headrace.checkpoint.load import open_checkpoint
+from headrace.checkpoint.medusa import read_heads
 from headrace.config import KvConfig
 from headrace.errors import FormatError, MemoryLimitError, RequestError
 from headrace.loader.drafts import (
     compile_draft_models,
     open_draft_checkpoints,
-    read_heads,
     target_program,
 )
 from headrace.loader.options import engine_config
@@ -142,7 +142,7 @@ def test_eagle3_memory_counts(model: Path) -> None:
     target = open_checkpoint(model)
     drafts = open_draft_checkpoints(config, target, target.load_tokenizer)
     assert drafts.taps == (0, 1, 1) and drafts.drafter
-    assert drafts.weight_bytes("cpu", target.spec) > drafts.drafter.tensors["fuse"].nbytes // 4
+    assert drafts.weight_bytes("cpu", target) > drafts.drafter.tensors["fuse"].nbytes // 4
     use = drafts.kv_use(config)
     assert use and len(use.groups) == 1 and use.max_rows > 512
 
@@ -214,9 +214,7 @@ def test_medusa_memory_equals_its_weights(model: Path) -> None:
     assert before == executable.program.weight_bytes
     compile_draft_models(config, draft_checkpoints, target, executable, kv)
     assert (
-        executable.plan.weight_bytes - before
-        == draft_checkpoints.weight_bytes("cpu", target.spec)
-        > 0
+        executable.plan.weight_bytes - before == draft_checkpoints.weight_bytes("cpu", target) > 0
     )
 
 
@@ -313,7 +311,7 @@ class TestMedusaHeads:
             ),
             (
                 {"0.1.linear.weight": np.zeros((2, 2), np.float16)},
-                "tensors 0.1.linear.weight, 3.0.linear.bias, 3.0.linear.weight",
+                "tensors 0.1.linear.bias, 0.1.weight, 1.1.linear.bias",
             ),
             (
                 {"2.1.weight": np.zeros((VOCAB - 3, SHAPE["dim"]), np.float16)},

@@ -15,7 +15,7 @@ from headrace.sampling_params import SamplingParams
 from headrace.speculation.proposers import eagle
 from headrace.speculation.proposers.eagle import EagleProposer
 from tests.draft_engines import draft_engine
-from tests.drafters import Twin, random_drafter
+from tests.drafters import Eagle1Twin, Twin, random_drafter, random_eagle1
 from tests.engine.test_promise import same
 from tests.tiny import drain, run_all, tiny_engine, tiny_model
 
@@ -90,6 +90,22 @@ def test_eagle_drafts_equal_the_published_equations(
         tiny_engine(MODEL, backend, kv_dtype="f32"), [(prompt, GREEDY) for prompt in PROMPTS]
     )
     for one, other in zip(results, plain, strict=True):
+        same(one, other, exact=backend == "cpu")
+    assert witness.num_drafts > 30 and engine.stats().proposer_failures == 0
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("fuse_bias", [False, True])
+def test_eagle1_drafts_equal_the_published_equations(backend: str, fuse_bias: bool) -> None:
+    drafter = random_eagle1(MODEL, fuse_bias=fuse_bias)
+    engine, _ = draft_engine(
+        MODEL, "draft_model", backend, drafter=drafter, depth=3, max_num_batched_tokens=32
+    )
+    guard = engine._speculation._guards["draft_model"]
+    witness = guard._proposer = Witness(guard._proposer, Eagle1Twin(drafter), 3)
+    requests = [(prompt, GREEDY) for prompt in PROMPTS]
+    plain = run_all(tiny_engine(MODEL, backend, kv_dtype="f32"), requests)
+    for one, other in zip(run_all(engine, requests), plain, strict=True):
         same(one, other, exact=backend == "cpu")
     assert witness.num_drafts > 30 and engine.stats().proposer_failures == 0
 

@@ -109,7 +109,7 @@ def _medusa(config: EngineConfig, draft_models: DraftModels) -> Proposer:
     if not draft_models.heads:
         raise RequestError(
             "proposer 'medusa' needs heads that were trained for the model; set medusa_heads to "
-            "their safetensors file"
+            "their safetensors file or folder"
         )
     return MedusaProposer(draft_models.heads, config.draft_depth, config.draft_width)
 

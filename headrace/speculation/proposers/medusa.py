@@ -25,20 +25,27 @@ _FIRST = 0.6
 _NEXT_HEAD = 0.8
 """Factor from one head to the next."""
 _NEXT_RANK = 0.3
+_SHARED_LOGITS = "medusa.head.weight"
+"""Name of a matrix that gives the logits of all heads."""
 
 
 def head_forward(index: int, dim: int, vocab: int, g: Tracer) -> Value:
-    """Trace logits = W_out (x + silu(W x + b)) for each row x [dim]."""
+    """Trace the logits of head `index` for each row x [dim].
+
+    Each block adds silu(W x + b) to x, and a matrix gives the logits: the head's own, one of all
+    heads, or the target's. `g` has the tensors that the head has.
+    """
     # All rows are gathered, so the workspace is sized by logit rows and not by rows of a step.
     x = g.gather_rows(g.input(dim))
-    mixed = g.linear(
-        x,
-        g.weight(f"medusa.{index}.0.linear.weight", dim, dim),
-        g.vector(f"medusa.{index}.0.linear.bias", dim),
-    )
-    return g.linear(
-        g.add(x, g.activate(mixed, "silu")), g.weight(f"medusa.{index}.1.weight", vocab, dim)
-    )
+    name, block = f"medusa.{index}", 0
+    while g.has(f"{name}.{block}.linear.weight"):
+        linear = f"{name}.{block}.linear"
+        bias = g.vector(f"{linear}.bias", dim) if g.has(f"{linear}.bias") else None
+        mixed = g.linear(x, g.weight(f"{linear}.weight", dim, dim), bias)
+        x = g.add(x, g.activate(mixed, "silu"))
+        block += 1
+    outputs = (f"{name}.{block}.weight", _SHARED_LOGITS, "head", "embed")
+    return g.linear(x, g.weight(next(filter(g.has, outputs)), vocab, dim))
 
 
 class _LastRow(NamedTuple):
