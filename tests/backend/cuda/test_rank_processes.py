@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from headrace import LLM, SamplingParams
+from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.kv.host import HostTier
 from headrace.parallel.executable import ParallelExecutable
 from tests.backend.cuda.test_ranks import IS_LONG
@@ -52,6 +54,11 @@ MESHES: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {"tensor_parallel_size": 2, "enable_expert_parallel": False}),
     ("mixtral", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
 ]
+
+
+pytestmark = pytest.mark.skipif(
+    not is_interpreting() and torch.cuda.device_count() < 2, reason="needs two GPUs"
+)
 
 
 @pytest.fixture(scope="module")

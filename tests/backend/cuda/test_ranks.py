@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from headrace.backend.cuda.architecture import architecture
+from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.executable import CudaExecutable
 from headrace.backend.cuda.kernels.linear import linear
 from headrace.backend.cuda.kernels.tiles import splits_for
@@ -65,10 +66,11 @@ def test_a_share_of_a_weight_adds_the_ranges_of_the_whole(monkeypatch: pytest.Mo
     whole = Weight("w", rows, cols, 0)
     halves = [slice_weight(whole, (first, first + rows // 2)) for first in (0, rows // 2)]
     tensors |= {half.name: slice_tensor(tensors, half) for half in halves}
-    x = torch.randn(1, cols, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    x = torch.randn(1, cols, generator=torch.Generator().manual_seed(0))
+    x = x.to(DEVICE, torch.bfloat16)
 
     def product(weight: Weight) -> torch.Tensor:
-        out = torch.zeros(1, weight.rows)
+        out = torch.zeros(1, weight.rows, device=DEVICE)
         linear(out, x, Weights(tensors).matrix(weight), activations=torch.bfloat16)()
         return out
 
