@@ -185,12 +185,15 @@ class TestTheHouse:
         assert not [name for name in proposers if not name.endswith("Proposer")]
 
     def test_proposers_are_in_one_folder(self) -> None:
-        """The guard wraps a proposer and has its methods; a simulated one drafts no text."""
+        """The guard wraps a proposer and has its methods; a simulated one drafts no text, and a
+        recorder drafts nothing.
+        """
         others = {f: proposer_classes(f) for f in set(FILES) - set(PROPOSER_FILES)}
         assert {f"{name_of(f)}: {name}" for f, names in others.items() for name in names} == {
             "headrace/proposer.py: Proposer",
             "headrace/simulator/drafts.py: ChainDrafts",
             "headrace/speculation/guard.py: Guard",
+            "headrace/speculation/recorder.py: RowRecorder",
         }
 
 

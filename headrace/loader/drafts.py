@@ -155,17 +155,19 @@ def drafter_program(drafter: Drafter, *, from_itself: bool = False) -> Program:
     return program.with_hidden() if module is eagle1 else program.with_residual()
 
 
-def target_program(config: EngineConfig, target: Checkpoint, taps: Sequence[int] = ()) -> Program:
+def target_program(
+    config: EngineConfig, target: Checkpoint, taps: Sequence[int] = (), *, final: bool = False
+) -> Program:
     """Trace the target model with row pooling, with its hidden rows as output for heads, and with
-    its rows before the layers `taps` for a drafter.
+    its rows before the layers `taps` for a drafter; `final`: with all rows before the head, too.
     """
-    if target.spec.num_layers in taps:
+    if final or target.spec.num_layers in taps:
         target = replace(target, spec=replace(target.spec, keeps_rows=True))
     program = model_program(config, target).with_pooled()
     if config.draft_top_blocks:
         program = program.with_key_bounds()
-    if taps:
-        program = program.with_taps(taps)
+    if taps or final:
+        program = program.with_taps(taps, final=final)
     return program.with_hidden() if "medusa" in enabled_methods(config) else program
 
 

@@ -29,7 +29,9 @@ from headrace.loader.rope import with_rope_options
 from headrace.parallel.config import mesh_of, threads_per_rank
 from headrace.planner.host import release_free_memory
 from headrace.prompts import PromptReader
+from headrace.proposer import Proposer
 from headrace.speculation.proposers import make_proposers
+from headrace.speculation.recorder import RowRecorder
 
 if TYPE_CHECKING:
     from headrace.parallel.launch import Launcher
@@ -45,8 +47,12 @@ class LoadedModel(NamedTuple):
     checkpoint: Checkpoint
 
 
-def load_model(model: str, config: EngineConfig) -> LoadedModel:
+def load_model(
+    model: str, config: EngineConfig, recorder: RowRecorder | None = None
+) -> LoadedModel:
     """Find a model, download it if necessary, and load it into an engine.
+
+    `recorder` sees the rows of all steps; it needs one rank and no proposer.
 
     If a launcher such as torchrun gives this process a rank other than 0, the call runs
     as a worker and exits the process. Raises ModelError if the model is missing,
@@ -59,7 +65,7 @@ def load_model(model: str, config: EngineConfig) -> LoadedModel:
     renderer = _start_renderer(checkpoint)
     try:
         load_tokenizer = cache(checkpoint.load_tokenizer)
-        engine = load_engine(model, config, checkpoint, load_tokenizer)
+        engine = load_engine(model, config, checkpoint, load_tokenizer, recorder=recorder)
         tokenizer = load_tokenizer()
         prompts = _prompt_reader(model, checkpoint, tokenizer, renderer)
         prompts.max_model_len = engine.limits.max_model_len
@@ -119,11 +125,13 @@ def load_engine(
     checkpoint: Checkpoint,
     load_tokenizer: Callable[[], Tokenizer],
     launcher: "Launcher | None" = None,
+    recorder: RowRecorder | None = None,
 ) -> Engine:
     """Compile an opened model, and return its engine, named `model`.
 
     `load_tokenizer` is called once or more, usually while the threads of the backend pack weights.
-    `launcher` starts the processes of other ranks: see `compile_ranks`. Raises as `load_model`.
+    `launcher` starts the processes of other ranks: see `compile_ranks`. `recorder`: see
+    `load_model`. Raises as `load_model`.
     """
     for note in checkpoint.notes:
         _log.warning(note)
@@ -131,7 +139,8 @@ def load_engine(
     config = with_backend(config, checkpoint, drafts)
     checkpoint = _with_context(checkpoint, config)
     spec = checkpoint.spec
-    program = target_program(config, checkpoint, drafts.taps)
+    taps = recorder.taps if recorder else drafts.taps
+    program = target_program(config, checkpoint, taps, final=recorder is not None)
     kv, draft_kv, memory = fit_memory(config, checkpoint, program, drafts, spec.context)
 
     if config.traits.on_gpu:
@@ -181,7 +190,9 @@ def load_engine(
         attention_crossover=program.attention_crossover,
         has_head=spec.has_head,
     )
-    proposers = make_proposers(config, draft_models)
+    proposers: dict[str, Proposer] = make_proposers(config, draft_models)
+    if recorder:
+        proposers["recorder"] = recorder
     return Engine(
         executable,
         load_tokenizer(),

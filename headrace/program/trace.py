@@ -57,20 +57,30 @@ class Program:
         assert not head.x.packed, "hidden rows of a fused program are packed; add them before"
         return replace(self, hidden=head.x)
 
-    def with_taps(self, layers: Sequence[int]) -> "Program":
+    def with_taps(self, layers: Sequence[int], *, final: bool = False) -> "Program":
         """Add the rows before these layers to the results, next to each other [rows, sum of
         widths].
+
+        With `final` the last of them are the rows before the head, after the last norm. A model
+        that keeps its rows (`ModelSpec.keeps_rows`) has them for all tokens.
         """
-        first, *others = (self.layer_inputs[layer] for layer in layers)
-        ops, merged, new_id = list(self.ops), first, self._new_id()
+        values = [self.layer_inputs[layer] for layer in layers]
+        ops, new_id = list(self.ops), self._new_id()
+        if final:
+            last, x = self._last_norm(), self.layer_inputs[-1]
+            assert x.rows == "step", "the model keeps the rows of its last layer"
+            norm = replace(last, x=x, out=Value(new_id, last.out.width, "step"))
+            ops.insert(_after((x,), ops), norm)
+            values.append(norm.out)
+            new_id += 1
+        merged, *others = values
         for value in others:
             out = Value(new_id, merged.width + value.width, "step")
             op = ConcatHeads(
                 out=out, x=merged, y=value, num_heads=1, x_dim=merged.width, y_dim=value.width
             )
             # At once, so that the memory of the layer's rows can be used again.
-            written = (i for i, each in enumerate(ops) if each.output() in (merged, value))
-            ops.insert(1 + max(written), op)
+            ops.insert(_after((merged, value), ops), op)
             merged, new_id = out, new_id + 1
         return replace(self, ops=tuple(ops), taps=merged)
 
@@ -198,6 +208,11 @@ class Program:
         """Index of each value's last reader, by id; for results, the number of ops."""
         last = {value.id: i for i, op in enumerate(self.ops) for value in op.inputs()}
         return last | {value.id: len(self.ops) for value in self.results}
+
+
+def _after(values: Sequence[Value], ops: Sequence[Op]) -> int:
+    """The index after the ops that write these values."""
+    return 1 + max(i for i, op in enumerate(ops) if op.output() in values)
 
 
 class Tracer:
