@@ -181,6 +181,13 @@ LogitOpResult = SampleResult | Ranked | TokenLogprobs | Expanded | Pooled | None
 """Result of an op; None if its logits or rows were not finite."""
 
 
+class KeptRows(Protocol):
+    """Rows of a step in the memory of a device."""
+
+    def __getitem__(self, row: int, /) -> object:
+        """Return a handle of the row, which the device keeps as long as the handle lives."""
+
+
 class StepResult(NamedTuple):
     """Results of a launch. Arrays are valid until the next launch."""
 
@@ -190,6 +197,8 @@ class StepResult(NamedTuple):
     """[R, dim] hidden rows of the logits, if the program keeps them."""
     taps: NDArray[np.float32] | None = None
     """[T, width] rows before some layers, next to each other, if the program keeps them."""
+    kept_taps: KeptRows | None = None
+    """[T] the taps in the memory of a device, in place of `taps`, for a drafter on the device."""
 
 
 class Ticket(Protocol):

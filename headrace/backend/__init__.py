@@ -7,7 +7,7 @@ activations)` and `instructions()`.
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,6 +92,42 @@ class Executable(Protocol):
 
     def close(self) -> None:
         """Free the memory. The executable must not be used afterwards."""
+
+
+class DeviceDrafter(Protocol):
+    """The programs of a drafter on a device that keeps their rows.
+
+    Each call is one forward with the ops on its logits. A call takes effect after the last one,
+    whose result need not be read: a row may take its token from it (`RaggedBatch.token_source`).
+    """
+
+    def start(self, batch: RaggedBatch, ops: Sequence[LogitOp], rows: Sequence[object]) -> Ticket:
+        """Run the program over rows of the target: `rows` has kept taps for the batch's rows."""
+
+    def follow(
+        self, batch: RaggedBatch, ops: Sequence[LogitOp], last_rows: Sequence[int]
+    ) -> Ticket:
+        """Run the program over its own rows: those of the logit rows `last_rows` of the last
+        call.
+        """
+
+
+@runtime_checkable
+class DrafterHost(Protocol):
+    """An executable whose device keeps rows for a drafter."""
+
+    def attach_drafter(
+        self,
+        from_target: Any,
+        from_itself: Any,
+        tokens: NDArray[np.int32] | None,
+        vocab_size: int,
+    ) -> DeviceDrafter:
+        """Keep the taps of this executable for a drafter of two attached executables.
+
+        Logit i of the drafter belongs to token `tokens[i]` of `vocab_size` tokens; None: to token
+        i. Taps no longer come to the host.
+        """
 
 
 def lower_program(backend: str, program: Program, weights: Mapping[str, StoredTensor]) -> Program:

@@ -32,10 +32,10 @@ def result_of(
 ) -> StepResult:
     """The result of a launch with the requested rows."""
     return StepResult(
-        values,
-        rows.logits if logits else None,
-        rows.hidden if hidden else None,
-        rows.taps if hidden else None,
+        values=values,
+        logits=rows.logits if logits else None,
+        hidden=rows.hidden if hidden else None,
+        taps=rows.taps if hidden else None,
     )
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from headrace.backend import Executable, lower_program
+from headrace.backend import DrafterHost, Executable, lower_program
 from headrace.backend.mapped_logits import MappedLogits
 from headrace.checkpoint.drafter import Drafter
 from headrace.checkpoint.drafters import is_drafter, open_drafter
@@ -210,9 +210,14 @@ def compile_drafter(
     program, tensors = drafter_program(drafter), drafter.tensors
     further = drafter_program(drafter, from_itself=True)
     first = executable.attach(program, tensors, kv)
+    second = first.attach(further, tensors)
+    on_device = None
+    if isinstance(executable, DrafterHost):
+        on_device = executable.attach_drafter(first, second, drafter.tokens, target.vocab_size)
     return DrafterPrograms(
         from_target=MappedLogits(first, drafter.tokens, target.vocab_size),
-        from_itself=MappedLogits(first.attach(further, tensors), drafter.tokens, target.vocab_size),
+        from_itself=MappedLogits(second, drafter.tokens, target.vocab_size),
+        on_device=on_device,
         kv=KvManager(program.kv_groups, kv, max_pairs(depth)),
         max_length=target.max_context,
     )

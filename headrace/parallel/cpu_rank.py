@@ -64,7 +64,10 @@ class CpuRank(Rank[CpuExecutable]):
                 return result
             # The next step may run before these rows are read.
             return StepResult(
-                values, _copy(result.logits), _copy(result.hidden), _copy(result.taps)
+                values=values,
+                logits=_copy(result.logits),
+                hidden=_copy(result.hidden),
+                taps=_copy(result.taps),
             )
 
         step = _LateStep(run, self._late)

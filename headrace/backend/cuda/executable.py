@@ -17,9 +17,12 @@ from headrace.backend import HostBlocks, host_block_counts
 from headrace.backend.cuda.adapters import Adapters
 from headrace.backend.cuda.compile_kernels import compile_kernels, with_progress
 from headrace.backend.cuda.device import DEVICE
+from headrace.backend.cuda.draft_vocabulary import DraftVocabulary
+from headrace.backend.cuda.drafter import CudaDrafter
 from headrace.backend.cuda.exchange import Exchange, Transport
 from headrace.backend.cuda.expert_loads import ExpertLoads
 from headrace.backend.cuda.host_blocks import CudaHostBlocks
+from headrace.backend.cuda.kept_rows import KeptStep, RowStore
 from headrace.backend.cuda.kv_store import KvStore
 from headrace.backend.cuda.launch import Launch
 from headrace.backend.cuda.lower import lower
@@ -68,6 +71,9 @@ _MAX_LATE_GRAPHS = 64  # Each takes one or two megabytes
 # grows.
 _MIN_INTS = 1 << 20
 _POOLED, _TAPS = 2, 3  # Indices of pooled rows and taps among the results of a program
+
+DeviceInput = Callable[[torch.Tensor, Slot], None]
+"""Writes the input rows of a step to a tensor [padded rows, width], in the stream."""
 
 
 @dataclass
@@ -147,6 +153,9 @@ class CudaExecutable:
         self._slots = Slots(self._in_flight)
         experts = [op for op in program.ops if isinstance(op, moe.Experts)]
         self._loads = ExpertLoads(experts, self._stream)
+        # Where the taps of steps stay for a drafter; None: they are copied to the host
+        self._tap_store: RowStore | None = None
+        self._vocabulary: DraftVocabulary | None = None
 
     @device_errors
     def attach(
@@ -160,6 +169,36 @@ class CudaExecutable:
         return other
 
     @device_errors
+    def attach_drafter(
+        self,
+        from_target: "CudaExecutable",
+        from_itself: "CudaExecutable",
+        tokens: NDArray[np.int32] | None,
+        vocab_size: int,
+    ) -> CudaDrafter:
+        """See `DrafterHost.attach_drafter`."""
+        assert self.program.taps, "a drafter reads taps"
+        self._tap_store = RowStore(self.program.taps.width, self._stream, self._workspace)
+        from_target._vocabulary = None if tokens is None else DraftVocabulary(tokens, vocab_size)
+        from_target._sampler = DeviceSampler(vocab_size, DEVICE)
+        from_target._plans.clear()  # they are bound to the old sampler
+        for name in ("_vocabulary", "_sampler", "_in_flight", "_slots"):
+            setattr(from_itself, name, getattr(from_target, name))
+        return CudaDrafter(from_target, from_itself, self._tap_store)
+
+    @device_errors
+    def hidden_rows(self, batch: RaggedBatch) -> torch.Tensor:
+        """The hidden rows [logit rows, width] of the launch of `batch`, which is the last one."""
+        assert self.program.hidden
+        return self._plan(shape_of(batch)).value(self.program.hidden)
+
+    @device_errors
+    def copy_rows(self, to: torch.Tensor, source: torch.Tensor, rows: Sequence[int]) -> None:
+        """Copy rows of `source` to the first rows of `to`, in the stream."""
+        for first, last in _runs(np.array(rows, np.int32)):
+            self._stream.copy(to[first:last], source[rows[first] : rows[last - 1] + 1])
+
+    @device_errors
     def launch(
         self,
         batch: RaggedBatch,
@@ -167,7 +206,9 @@ class CudaExecutable:
         *,
         logits: bool = False,
         hidden: bool = False,
+        inputs: DeviceInput | None = None,
     ) -> CudaTicket:
+        """See `Executable.launch`. `inputs` takes the place of the batch's input rows."""
         # A launch whose tokens the host samples in the last launch waits for them.
         last = self._in_flight[-1] if self._in_flight else None
         needs_host = batch.token_source is not None and last is not None and last.samples_on_host
@@ -181,7 +222,7 @@ class CudaExecutable:
         slot = None
         try:
             slot = self._slots.next()
-            plan = self._run_programs(batch, sampling, slot)
+            plan = self._run_programs(batch, sampling, slot, inputs)
             sampled = self._run_sampling(plan, sampling.layout)
             return self._receive(plan, batch, sampling, ops, sampled, slot, logits, hidden)
         except BaseException:
@@ -191,14 +232,18 @@ class CudaExecutable:
             raise
 
     def _run_programs(
-        self, batch: RaggedBatch, sampling: SampleStep | PlainStep, slot: Slot
+        self,
+        batch: RaggedBatch,
+        sampling: SampleStep | PlainStep,
+        slot: Slot,
+        inputs: DeviceInput | None,
     ) -> Plan:
         """Run each program over its sequences; return the plan that has the rows of all."""
         parts: dict[int, list[int]] = {}
         if self._variants and batch.adapters is not None:
             parts = sequences_of(batch, self._variants)
         if not parts.keys() - {-1}:
-            plan = self._sent_plan(batch, sampling, slot, "step")
+            plan = self._sent_plan(batch, sampling, slot, "step", inputs)
             self._run(plan)
             return plan
 
@@ -227,11 +272,23 @@ class CudaExecutable:
         return plan
 
     def _sent_plan(
-        self, batch: RaggedBatch, sampling: SampleStep | PlainStep, slot: Slot, name: str
+        self,
+        batch: RaggedBatch,
+        sampling: SampleStep | PlainStep,
+        slot: Slot,
+        name: str,
+        inputs: DeviceInput | None = None,
     ) -> Plan:
         """The plan of a batch, with its input on the device; `name` is of host memory."""
         plan, max_size = self._plan_of(batch, sampling.layout)
         self._send(plan, batch, sampling, slot, slot.reserve(name, max_size))
+        if self._input and inputs:
+            inputs(plan.value(self._input), slot)
+        elif self._input:
+            assert batch.inputs is not None, "a program with input rows needs them"
+            rows = slot.take("inputs", *batch.inputs.shape, dtype=torch.float32)
+            rows.array[:] = batch.inputs
+            self._stream.copy(plan.value(self._input)[: len(rows.array)], rows.tensor)
         return plan
 
     def _plan_of(self, batch: RaggedBatch, layout: SampleLayout) -> tuple[Plan, int]:
@@ -361,12 +418,6 @@ class CudaExecutable:
         used = plan.step.fill(batch, host.views(plan.step), ints, tables_start)
         self._stream.copy(self._ints[:used], host.tensor[:used])
 
-        if self._input:
-            assert batch.inputs is not None, "a program with input rows needs them"
-            rows = slot.take("inputs", *batch.inputs.shape, dtype=torch.float32)
-            rows.array[:] = batch.inputs
-            self._stream.copy(plan.value(self._input)[: len(rows.array)], rows.tensor)
-
     def _run_sampling(self, plan: Plan, layout: SampleLayout) -> torch.Tensor:
         if self._logits is None:
             return torch.empty(0, dtype=torch.int32, device=DEVICE)
@@ -396,13 +447,18 @@ class CudaExecutable:
         area = self._ints[start : start + layout.num_ints]
         masks = self._ints[tables_start - layout.masks * words : tables_start]
         results = torch.zeros(layout.num_results, dtype=torch.int32, device=DEVICE)
+        logits = plan.value(self._logits)
+        if self._vocabulary:
+            logits = self._workspace.take("spread logits", len(logits), self._vocabulary.size)
         launches = self._sampler.launches(
             layout,
-            plan.value(self._logits),
+            logits,
             area,
             masks.reshape(layout.masks, words),
             results,
         )
+        if self._vocabulary and layout.samples:
+            launches.insert(0, self._vocabulary.spread(logits, plan.value(self._logits)))
         return SampleLaunches(launches, results)
 
     def _receive(
@@ -432,6 +488,9 @@ class CudaExecutable:
             "pooled": (self.program.pooled if batch.pooled_rows is not None else None, num_pooled),
         }
         rows: dict[str, NDArray[np.float32]] = {}
+        kept_taps: KeptStep | None = None
+        if self._tap_store and (taps := values.pop("taps")[0]):
+            kept_taps = self._tap_store.keep(plan.value(taps), len(batch.tokens), slot)
         for name, (value, count) in values.items():
             if value:
                 host = slot.take(name, count, value.width, dtype=torch.float32)
@@ -448,9 +507,7 @@ class CudaExecutable:
                 op_results[i] = result
 
             if host_ops:
-                host_results = host_sampling.run_logit_ops(
-                    host_ops, rows["logits"], rows.get("pooled")
-                )
+                host_results = self._run_on_host(host_ops, rows["logits"], rows.get("pooled"))
                 for i, result in zip(host_indices, host_results, strict=True):
                     op_results[i] = result
                 # The last tokens on the device belong to the last launch. A launch that came
@@ -458,10 +515,11 @@ class CudaExecutable:
                 if number == self._num_launches:
                     self._sampler.set_last_tokens(host_indices, host_results)
             return StepResult(
-                op_results,
-                rows.get("logits") if logits else None,
-                rows.get("hidden"),
-                rows.get("taps"),
+                values=op_results,
+                logits=rows.get("logits") if logits else None,
+                hidden=rows.get("hidden"),
+                taps=rows.get("taps"),
+                kept_taps=kept_taps,
             )
 
         def cancel() -> None:
@@ -470,6 +528,16 @@ class CudaExecutable:
 
         samples_on_host = any(not isinstance(op, Pool) for op in host_ops)
         return CudaTicket(mark, read, cancel, self._in_flight, samples_on_host)
+
+    def _run_on_host(
+        self,
+        ops: Sequence[LogitOp],
+        logits: NDArray[np.float32],
+        pooled: NDArray[np.float32] | None,
+    ) -> list[LogitOpResult]:
+        if self._vocabulary:
+            return self._vocabulary.run_on_host(ops, logits)
+        return host_sampling.run_logit_ops(ops, logits, pooled)
 
     def forget_launches(self) -> None:
         """Forget the launches in flight and all graphs, after exchanges have ended with an error.

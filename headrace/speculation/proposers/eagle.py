@@ -8,13 +8,14 @@ position whose row was not seen has no pair, and its neighbours lie side by side
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
 import numpy as np
-from numpy.typing import NDArray
 
+from headrace.backend import DeviceDrafter
 from headrace.backend.mapped_logits import MappedLogits
 from headrace.batch import NO_DRAFT, Commit, DraftTree, RaggedBatch
 from headrace.kv.manager import KvManager, Tables
@@ -24,13 +25,17 @@ from headrace.logit_ops import Expanded, StepResult
 from headrace.proposer import ProposerTraits, SequenceView
 from headrace.record import frozen
 from headrace.speculation.proposers.chains import TIME_LIMIT, Chain, chain
+from headrace.speculation.proposers.device_chains import grow_on_device
 
-Rows = NDArray[np.float32]
+Row = Any
+"""A row of the target or of the drafter: floats [width], or the handle of a row on a device."""
 
 _MAX_ROWS = 512
 """Max pairs in one launch."""
 _MAX_WAITING = 128
 """Max rows that a sequence keeps before their pairs are computed."""
+_MAX_WAITING_ON_DEVICE = 16
+"""The same, if the rows take memory of a device."""
 
 
 def max_rows(depth: int) -> int:
@@ -49,6 +54,8 @@ class DrafterPrograms:
     kv: KvManager
     max_length: int
     """Max pairs of a sequence."""
+    on_device: DeviceDrafter | None = None
+    """The same programs, if their device keeps the rows of the target."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,8 +65,8 @@ class _Context:
     """Positions of the pairs that have KV, ascending."""
     node: Node | None = None
     """The last node of its full blocks in the prefix cache; None: they are not kept."""
-    waiting: list[tuple[int, Rows]] = field(default_factory=list)
-    """Positions and rows [width] of pairs without KV, ascending and after `places`."""
+    waiting: list[tuple[int, Row]] = field(default_factory=list)
+    """Positions and rows of pairs without KV, ascending and after `places`."""
 
     @property
     def end(self) -> int:
@@ -74,7 +81,7 @@ class _Pairs:
     seq: SequenceView
     context: _Context
     run: TokenRun
-    rows: Rows  # [pairs, width]
+    rows: Sequence[Row]  # [pairs]
 
 
 class EagleProposer:
@@ -102,7 +109,8 @@ class EagleProposer:
         self._contexts: WeakKeyDictionary[SequenceView, _Context] = WeakKeyDictionary()
 
     def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
-        if result.taps is None:
+        rows_of_step = self._rows_of(result)
+        if rows_of_step is None:
             return
         full: dict[SequenceView, _Context] = {}
         seen = set[int]()
@@ -116,11 +124,22 @@ class EagleProposer:
             rows = [*commit.rows, *(commit.rows.stop + node for node in commit.path)]
             for position, row in enumerate(rows, commit.position):
                 if position >= context.end:
-                    context.waiting.append((position, result.taps[row].copy()))
-            if len(context.waiting) > _MAX_WAITING:
+                    context.waiting.append((position, rows_of_step(row)))
+            if len(context.waiting) > self._max_waiting:
                 full[seq] = context
         if full:
-            self._catch_up(full, kept=_MAX_WAITING // 2, busy=seqs)
+            self._catch_up(full, kept=self._max_waiting // 2, busy=seqs)
+
+    @property
+    def _max_waiting(self) -> int:
+        return _MAX_WAITING_ON_DEVICE if self._programs.on_device else _MAX_WAITING
+
+    def _rows_of(self, result: StepResult) -> Callable[[int], Row] | None:
+        """A function from the index of a row in a step to the row; None without rows."""
+        if result.kept_taps is not None:
+            return result.kept_taps.__getitem__
+        taps = result.taps
+        return None if taps is None else lambda row: taps[row].copy()
 
     def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
         contexts = [self._context(seq, seq.computed) for seq in seqs]
@@ -158,6 +177,12 @@ class EagleProposer:
 
     def _grow(self, growing: list[tuple[Chain, _Pairs]]) -> None:
         """Extend the chains, first from the target's rows, then from the drafter's own."""
+        if on_device := self._programs.on_device:
+            chains = [(grown, first.rows) for grown, first in growing]
+            grow_on_device(on_device, chains, self.traits.width, self.kv.block_size)
+            for _, first in growing:
+                self._keep(first)
+            return
         width, program = self.traits.width, self._programs.from_target
         pairs = [first for _, first in growing]
         while growing:
@@ -176,7 +201,7 @@ class EagleProposer:
                 if isinstance(value, Expanded):
                     grown.grow(value, width)
                     if grown.num_left > 0:
-                        left.append((grown, _Pairs(last.seq, last.context, grown.run, row[None])))
+                        left.append((grown, _Pairs(last.seq, last.context, grown.run, [row])))
             growing, pairs = left, [each for _, each in left]
 
     def _catch_up(
@@ -195,18 +220,24 @@ class EagleProposer:
                 elif count:  # without room, the sequence drafts no more from these rows
                     del context.waiting[: len(context.waiting) - kept]
             if pairs:
-                self._programs.from_target.launch(
-                    _batch(pairs, self.kv.block_size, logits=False), []
-                )
+                self._compute(pairs)
             for each in pairs:
                 self._keep(each)
             left = {seq: each for seq, each in left.items() if len(each.waiting) > kept}
+
+    def _compute(self, pairs: Sequence[_Pairs]) -> None:
+        """Compute the KV of pairs."""
+        if on_device := self._programs.on_device:
+            batch = batch_of_runs([each.run for each in pairs], self.kv.block_size, logits=False)
+            on_device.start(batch, [], [row for each in pairs for row in each.rows])
+        else:
+            self._programs.from_target.launch(_batch(pairs, self.kv.block_size, logits=False), [])
 
     def _pairs(self, seq: SequenceView, context: _Context, count: int) -> _Pairs:
         waiting = context.waiting[:count]
         tokens = [seq.known[position + 1] for position, _ in waiting]
         run = TokenRun(tokens, len(context.places), context.tables)
-        return _Pairs(seq, context, run, np.stack([row for _, row in waiting]))
+        return _Pairs(seq, context, run, [row for _, row in waiting])
 
     def _keep(self, pairs: _Pairs) -> None:
         """Note that the pairs have KV."""
@@ -293,7 +324,7 @@ class EagleProposer:
 
 def _batch(pairs: Sequence[_Pairs], block_size: int, *, logits: bool) -> RaggedBatch:
     batch = batch_of_runs([each.run for each in pairs], block_size, logits=logits)
-    return batch._replace(inputs=np.concatenate([each.rows for each in pairs]))
+    return batch._replace(inputs=np.stack([row for each in pairs for row in each.rows]))
 
 
 def _num_common(a: list[int], b: list[int]) -> int:

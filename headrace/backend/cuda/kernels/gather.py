@@ -1,4 +1,4 @@
-"""Ops that move numbers: chosen rows, and heads of two values side by side."""
+"""Ops that move numbers: chosen rows and columns, and heads of two values next to each other."""
 
 from typing import Any
 
@@ -33,6 +33,54 @@ def gather_rows_kernel(
 def gather_rows(out: Any, x: Any, index: Any) -> Launch:
     """Compute out[r] = x[index[r]], with int32 `index`; padding rows may name any row of x."""
     return flat(gather_rows_kernel, out, x, x.stride(0), index)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def scatter_rows_kernel(
+    x,
+    rows,
+    x_stride,
+    out,
+    out_stride,
+    index,
+    WIDTH: tl.constexpr,
+    INDEX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, column, mask = place(rows, WIDTH, INDEX, BLOCK)
+    target = tl.load(index + row, mask, 0).to(tl.int64)
+    numbers = tl.load(x + row * x_stride + column, mask)
+    tl.store(out + target * out_stride + column, numbers.to(out.dtype.element_ty), mask)
+
+
+def scatter_rows(out: Any, x: Any, index: Any) -> Launch:
+    """Compute out[index[r]] = x[r], with int32 `index`; padding rows may share a row of out."""
+    return flat(scatter_rows_kernel, x, out, out.stride(0), index)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def spread_columns_kernel(
+    out,
+    rows,
+    out_stride,
+    x,
+    x_stride,
+    index,
+    other,
+    WIDTH: tl.constexpr,
+    INDEX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, column, mask = place(rows, WIDTH, INDEX, BLOCK)
+    source = tl.load(index + column, mask, -1)
+    is_there = mask & (source >= 0)
+    numbers = tl.load(x + row * x_stride + tl.maximum(source, 0), is_there, 0.0)
+    tl.store(out + row * out_stride + column, tl.where(source >= 0, numbers, other), mask)
+
+
+def spread_columns(out: Any, x: Any, index: Any, other: float) -> Launch:
+    """Compute out[r, c] = x[r, index[c]], with int32 `index`; `other` if it is -1."""
+    return flat(spread_columns_kernel, out, x, x.stride(0), index, other)
 
 
 @triton.jit(do_not_specialize=["rows"])

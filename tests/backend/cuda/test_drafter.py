@@ -1,0 +1,181 @@
+"""EAGLE-3 drafts on the device: equal to drafts by way of the host, however late the device is."""
+
+from collections.abc import Mapping
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.backend.cuda.drafter import CudaDrafter
+from headrace.backend.cuda.executable import CudaExecutable
+from headrace.backend.cuda.kept_rows import RowStore
+from headrace.backend.cuda.stream import HostStream, Stream
+from headrace.backend.cuda.ticket import CudaTicket, Slot
+from headrace.backend.cuda.workspace import Workspace
+from headrace.checkpoint.drafter import Drafter
+from headrace.config import KvConfig
+from headrace.loader import drafts
+from headrace.outputs import RequestOutput
+from headrace.program.trace import Program
+from headrace.quant.formats import StoredTensor
+from headrace.sampling_params import SamplingParams
+from headrace.speculation.proposers import eagle
+from headrace.structured_outputs import StructuredOutputs
+from tests.backend.cuda.late import LateStream
+from tests.draft_engines import draft_engine
+from tests.drafters import random_drafter
+from tests.engine.test_promise import Ask, same
+from tests.speculation.test_eagle import Recorder
+from tests.tiny import run_all, tiny_engine, tiny_model
+
+MODEL = tiny_model(4, layers=2, dim=16, heads=4, kv_heads=2, ffn=16)
+TAPS = (0, 1, 1)
+GREEDY: list[Ask] = [
+    ([7, 8, 9, 7, 8], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)),
+    ([3], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)),
+]
+SAMPLED: list[Ask] = [
+    ([7, 8, 9], SamplingParams(temperature=0.9, top_p=0.95, seed=5, max_tokens=6)),
+    (list(range(1, 22)), SamplingParams(n=2, seed=7, max_tokens=4, ignore_eos=True)),
+    ([1, 5], SamplingParams(seed=3, max_tokens=5, top_k=9, min_p=0.01, logit_bias={3: 1.5})),
+    (
+        [9, 9],
+        SamplingParams(seed=3, max_tokens=6, repetition_penalty=1.3, presence_penalty=0.5),
+    ),
+]
+STRUCTURED: list[Ask] = [
+    (
+        [5],
+        SamplingParams(
+            seed=1, max_tokens=6, structured_outputs=StructuredOutputs(regex="[a-c]{2,5}")
+        ),
+    ),
+    ([6, 5], SamplingParams(temperature=0, max_tokens=4, min_tokens=3)),
+]
+ASKS = {"greedy": GREEDY, "sampled": SAMPLED, "structured": STRUCTURED}
+
+
+def drafted(
+    asks: list[Ask], drafter: Drafter, stream: Stream | None = None, **options: Any
+) -> tuple[list[list[int]], list[RequestOutput]]:
+    """The drafts of all steps, and the results."""
+
+    def compile(
+        backend: str, program: Program, tensors: Mapping[str, StoredTensor], kv: KvConfig, *_: Any
+    ) -> CudaExecutable:
+        return CudaExecutable(program, tensors, kv, torch.bfloat16, stream or HostStream())
+
+    engine, _ = draft_engine(
+        MODEL, "draft_model", "cuda", drafter=drafter, compile=compile, depth=3, **options
+    )
+    guard = engine._speculation._guards["draft_model"]
+    guard._proposer = recorder = Recorder(guard._proposer)
+    results = run_all(engine, asks)
+    assert engine.stats().drafted > 0 and engine.stats().proposer_failures == 0
+    return recorder.drafts, results
+
+
+class NoDevice:
+    """A device that keeps no rows."""
+
+
+def by_way_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, asks: list[Ask], drafter: Drafter, **options: Any
+) -> tuple[list[list[int]], list[RequestOutput]]:
+    with monkeypatch.context() as patched:
+        patched.setattr(drafts, "DrafterHost", NoDevice)
+        return drafted(asks, drafter, **options)
+
+
+@pytest.mark.parametrize("kind", ASKS)
+@pytest.mark.parametrize("vocab", [0, 20], ids=["all tokens", "some tokens"])
+def test_drafts_on_the_device_are_those_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, kind: str, vocab: int
+) -> None:
+    """They also change no token of plain decoding."""
+    asks, drafter = ASKS[kind], random_drafter(MODEL, vocab=vocab, taps=TAPS)
+    mine, results = drafted(asks, drafter)
+    expected, _ = by_way_of_the_host(monkeypatch, asks, drafter)
+    assert mine == expected and any(map(len, mine))
+    plain = tiny_engine(MODEL, "cuda", kv_dtype="f32")
+    for one, other in zip(results, run_all(plain, asks), strict=True):
+        same(one, other, exact=True)
+
+
+def test_siblings_on_the_device_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = random_drafter(MODEL, vocab=20, taps=TAPS)
+    mine, _ = drafted(GREEDY, drafter, width=2)
+    assert mine == by_way_of_the_host(monkeypatch, GREEDY, drafter, width=2)[0]
+
+
+@pytest.mark.parametrize("speed", [0, 0.2])
+def test_a_late_device_drafts_the_same(speed: float) -> None:
+    drafter, stream = random_drafter(MODEL, vocab=20, taps=TAPS), LateStream()
+    stream.speed, stream.random = speed, Random(1)
+    late, results = drafted(SAMPLED[:2], drafter, stream)
+    mine, expected = drafted(SAMPLED[:2], drafter)
+    assert late == mine and stream.late > 0
+    for one, other in zip(results, expected, strict=True):
+        same(one, other, exact=True)
+
+
+def test_the_host_reads_a_chain_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It queues all depths, and then waits."""
+    calls: list[str] = []
+
+    def record(owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        def recorded(*args: Any) -> Any:
+            calls.append(name)
+            return call(*args)
+
+        monkeypatch.setattr(owner, name, recorded)
+
+    for owner, name in ((CudaDrafter, "start"), (CudaDrafter, "follow"), (CudaTicket, "wait")):
+        record(owner, name)
+    drafted(GREEDY[:1], random_drafter(MODEL, taps=TAPS))
+    chain = ["start", "follow", "follow", "wait", "wait", "wait"]
+    first = calls.index("start")
+    assert calls[first : first + len(chain)] == chain
+
+
+def test_rows_on_the_device_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts and many waiting rows, in memory that grows and is used again."""
+    monkeypatch.setattr(eagle, "_MAX_WAITING_ON_DEVICE", 2)
+    stores: list[RowStore] = []
+    make = RowStore.__init__
+
+    def record(store: RowStore, *args: Any) -> None:
+        stores.append(store)
+        make(store, *args)
+
+    monkeypatch.setattr(RowStore, "__init__", record)
+    drafter = random_drafter(MODEL, taps=TAPS)
+    asks: list[Ask] = [(list(range(1, 50)), GREEDY[0][1]), *GREEDY]
+    mine, _ = drafted(asks, drafter)
+    assert mine == by_way_of_the_host(monkeypatch, asks, drafter)[0]
+    (store,) = stores
+    assert store.num_kept == 0
+
+
+def test_a_store_keeps_rows_until_they_are_dropped() -> None:
+    stream, slot = LateStream(), Slot()
+    store = RowStore(3, stream, Workspace())
+    first = torch.arange(12.0).reshape(4, 3)
+    step = store.keep(first, 3, slot)
+    kept = [step[2], step[0]]
+    del step
+    assert store.num_kept == 2
+    # Far more rows than the store has room for: it grows.
+    many = torch.arange(3000.0).reshape(1000, 3)
+    others = store.keep(many, 1000, Slot())
+    out = torch.zeros(4, 3)
+    store.read(out, kept, slot := Slot())
+    del kept
+    assert store.num_kept == 1000
+    stream.catch_up()
+    assert torch.equal(out[:2], torch.tensor([[6.0, 7, 8], [0, 1, 2]]))
+    del others
+    assert store.num_kept == 0
