@@ -24,6 +24,8 @@ class BackendTraits:
     """Whether weights and KV are in the memory of a GPU, with torch and Triton in the process."""
     has_top_blocks: bool = False
     """Whether attention can choose blocks of KV (`EngineConfig.attention_top_blocks`)."""
+    packs_drafters: bool = False
+    """Whether `draft_format` packs the matrices of drafters."""
     has_ranks: bool = False
     """Whether several processes can share a model."""
     max_num_seqs: int = 64
@@ -39,7 +41,10 @@ class BackendTraits:
 BACKENDS: Mapping[str, BackendTraits] = MappingProxyType(
     {
         "cpu": BackendTraits(
-            kv_dtypes=("bf16", "f16", "f32", "int8", "int4"), has_top_blocks=True, has_ranks=True
+            kv_dtypes=("bf16", "f16", "f32", "int8", "int4"),
+            has_top_blocks=True,
+            packs_drafters=True,
+            has_ranks=True,
         ),
         "cuda": BackendTraits(
             kv_dtypes=("bf16", "f16", "f32", "fp8", "int8"),

@@ -12,6 +12,7 @@ Activations = Literal["int8", "f32"]
 LatentAttention = Literal["plain", "absorbed"]
 RopeScaling = Literal["none", "linear", "yarn"]
 AcceptanceMethod = Literal["exact", "rejection", "typical"]
+DraftFormat = Literal["q4_1", "q8_0", "file"]
 
 LOSSY_OPTIONS = (
     "attention_window",
@@ -210,6 +211,10 @@ class EngineConfig:
     """Draft model for `draft_model`: an alias, path, `hf:` or `pypi:` name of a smaller
     model with the same vocabulary, the folder of an EAGLE drafter of the model, or
     `mtp` for the layer for drafts in the model's own files (DeepSeek-V3).
+    """
+    draft_format: DraftFormat = "q4_1"
+    """Format on `cpu` of those matrices of an EAGLE-3 drafter, or of the layer for drafts, that
+    their file has in 16 or 32 bits; `file`: as they are. Fewer bits make drafts faster.
     """
     draft_layers: int | str | tuple[int, ...] = 0
     """Layers of the model that draft for `self_draft`: a number of first layers, or a list of

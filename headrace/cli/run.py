@@ -36,7 +36,13 @@ from headrace.cli.arguments import (
     add_sanitize_control_tokens,
     add_threads,
 )
-from headrace.config import INTERACTIVE, LOSSY_OPTIONS, AcceptanceMethod, EngineConfig
+from headrace.config import (
+    INTERACTIVE,
+    LOSSY_OPTIONS,
+    AcceptanceMethod,
+    DraftFormat,
+    EngineConfig,
+)
 from headrace.errors import RequestError
 from headrace.sampling_params import SAMPLING_FIELDS, SamplingParams
 
@@ -70,6 +76,7 @@ _ENGINE_OPTIONS = (
     "adaptive_speculation",
     "acceptance_method",
     "draft_model",
+    "draft_format",
     "draft_layers",
     "draft_top_blocks",
     "draft_weights",
@@ -181,6 +188,12 @@ def _add_speculation(group: Arguments) -> None:
         "MODEL",
         "smaller model with the same vocabulary, folder of an EAGLE drafter of the model, or mtp "
         "for the layer for drafts in the model's own files (for the proposer draft_model)",
+    )
+    group.add_argument(
+        "--draft-format",
+        choices=get_args(DraftFormat),
+        default=_DEFAULTS["draft_format"],
+        help="format on cpu of a drafter's matrices of 16 or 32 bits; file: as they are",
     )
     text = (
         "number of the model's first layers that draft (for the proposer self_draft), or a list of "

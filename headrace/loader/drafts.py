@@ -19,6 +19,7 @@ from headrace.config import EngineConfig, KvConfig
 from headrace.errors import RequestError
 from headrace.kv.manager import KvManager
 from headrace.loader.activation_sparsity import sparse_program
+from headrace.loader.draft_format import with_format
 from headrace.loader.draft_vocabulary import check_vocabulary, with_vocab_size
 from headrace.loader.early_exit import with_early_exit
 from headrace.loader.kv_size import KvUse
@@ -55,6 +56,12 @@ class DraftCheckpoints:
     drafter: Drafter | None = None
     heads: Mapping[str, StoredTensor] | None = None
     self_draft: SelfDraft | None = None
+
+    def in_format(self, config: EngineConfig) -> "DraftCheckpoints":
+        """Encode the matrices of a drafter in `draft_format`, if the backend packs them."""
+        if self.drafter is None or not config.traits.packs_drafters:
+            return self
+        return replace(self, drafter=with_format(self.drafter, config.draft_format))
 
     def kv_use(self, config: EngineConfig) -> KvUse | None:
         """Return the KV of the draft model or drafter, if there is one."""

@@ -137,6 +137,7 @@ def load_engine(
         _log.warning(note)
     drafts = open_draft_checkpoints(config, checkpoint, load_tokenizer)
     config = with_backend(config, checkpoint, drafts)
+    drafts = drafts.in_format(config)
     checkpoint = _with_context(checkpoint, config)
     spec = checkpoint.spec
     taps = recorder.taps if recorder else drafts.taps

@@ -12,6 +12,7 @@ from headrace.config import (
     SERVING,
     AcceptanceMethod,
     Activations,
+    DraftFormat,
     EngineConfig,
     LatentAttention,
     Preset,
@@ -69,6 +70,7 @@ _CHOICES = {
     "rope_scaling": get_args(RopeScaling),
     "proposer": PROPOSERS,
     "acceptance_method": get_args(AcceptanceMethod),
+    "draft_format": get_args(DraftFormat),
     "batching": tuple(SCHEDULERS),
 }
 _FLAGS = (
