@@ -39,6 +39,9 @@ class SequenceView(Protocol):
     def sampler(self) -> SamplerState:
         """The sampler of the sequence. Proposers sample with a clone, which has the same noise."""
 
+    @property
+    def is_greedy(self) -> bool: ...  # whether it takes the likeliest token
+
 
 class ProposerTraits(NamedTuple):
     """Properties of a proposer that the engine knows before it calls it."""

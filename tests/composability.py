@@ -46,6 +46,11 @@ METHODS = [
     ),
     Method("auto, adaptive", {"proposer": "auto"}, happened=lambda stats: stats.steps > 0),
     Method("draft model", draft={"how": "draft_model"}),
+    Method(
+        "draft model, other tokens",
+        draft={"how": "draft_model", "draft_tokens": "shared", "width": 2},
+    ),
+    Method("draft model, few shared tokens", draft={"how": "draft_model", "draft_tokens": "other"}),
     Method("EAGLE-3 drafter", draft={"how": "draft_model", "drafted_tokens": 30, "width": 2}),
     Method("first layers", draft={"how": "self_draft", "depth": 3, "width": 2}),
     Method("listed layers", draft={"how": "self_draft", "layers": (1,), "depth": 3}),

@@ -1,6 +1,6 @@
 """Engines over tiny models with each way to draft, for tests of speculation."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,9 +10,11 @@ import numpy as np
 from headrace.backend import Executable, compile_program
 from headrace.backend_traits import KvDtype
 from headrace.checkpoint.drafter import Drafter
+from headrace.checkpoint.translation import Translator
 from headrace.config import LOSSY_OPTIONS, EngineConfig, KvConfig
 from headrace.engine.engine import Engine
 from headrace.kv.manager import KvManager
+from headrace.loader.draft_vocabulary import other_vocabulary
 from headrace.loader.drafts import compile_drafter
 from headrace.model.spec import ModelSpec
 from headrace.program.trace import Program, trace
@@ -25,9 +27,17 @@ from headrace.speculation.proposers import (
     enabled_methods,
     make_proposers,
 )
-from headrace.speculation.proposers.draft_model import max_rows
+from headrace.speculation.proposers.draft_model import OtherVocabulary, max_rows
 from headrace.speculation.proposers.medusa import head_forward
-from tests.tiny import BLOCK_SIZE, Compile, Tensors, mode_program, tiny_engine
+from tests.tiny import (
+    BLOCK_SIZE,
+    Compile,
+    OtherTinyVocabulary,
+    Tensors,
+    TinyVocabulary,
+    mode_program,
+    tiny_engine,
+)
 
 Model = tuple[ModelSpec, Tensors]
 
@@ -39,6 +49,7 @@ def draft_engine(
     *,
     enabled: Collection[str] = tuple(REQUIRED_OPTIONS),
     draft: Model | None = None,
+    draft_tokens: str = "",
     drafter: Drafter | None = None,
     layers: Sequence[int] = (0,),
     weights: Model | None = None,
@@ -56,7 +67,8 @@ def draft_engine(
     """An engine that drafts by `how`, a proposer's name or `auto`, and its proposers.
 
     `auto` has the methods of `enabled` that need a program, and those that need none.
-    Without `draft` the model itself is the draft model; a `drafter` takes its place. For
+    Without `draft` the model itself is the draft model; a `drafter` takes its place. It has other
+    tokens if `draft_tokens` is `shared`, most of them the model's too, or `other`. For
     `self_draft`, `weights` replace the model's.
     """
     spec, tensors = model
@@ -105,7 +117,13 @@ def draft_engine(
         compiled = target.attach(draft_program, draft_tensors, draft_kv)
         manager = KvManager(draft_program.kv_groups, draft_kv, max_rows(depth))
         draft_models = replace(
-            draft_models, draft=DraftModel(compiled, manager, max_length or spec.max_context)
+            draft_models,
+            draft=DraftModel(
+                compiled,
+                manager,
+                max_length or spec.max_context,
+                other_tokens(spec.vocab_size, draft_tokens, config) if draft_tokens else None,
+            ),
         )
     if "self_draft" in methods:
         short_mode = replace(mode, activation_sparsity=draft_sparsity or mode.activation_sparsity)
@@ -126,6 +144,15 @@ def draft_engine(
         kv_dtype=kv_dtype,
         **config,
     ), proposers
+
+
+def other_tokens(vocab_size: int, kind: str, config: Mapping[str, Any]) -> OtherVocabulary:
+    """A vocabulary of the same size for the draft model, with the model's end tokens."""
+    target = config.get("vocabulary") or TinyVocabulary(vocab_size, config.get("eos_ids", ()))
+    own = OtherTinyVocabulary(vocab_size, config.get("eos_ids", ()), shared=kind == "shared")
+    found = other_vocabulary(Translator(target, own, vocab_size, vocab_size))
+    assert (found.own_ids is not None) == (kind == "shared")
+    return found
 
 
 def attach_short(target: Executable, short: Program, tensors: Tensors, own: Tensors) -> Executable:

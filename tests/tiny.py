@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from headrace.backend import Executable, compile_program
+from headrace.checkpoint.tokenizer import Vocabulary
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.errors import RequestError
@@ -111,6 +112,13 @@ class TinyVocabulary:
         pieces += [(a + b).encode() for a in letters for b in letters]
         self.pieces = pieces[:size]
         self.eos_ids = frozenset(eos_ids)
+        self.eos_id = min(eos_ids, default=None)
+        self.prefix_ids: tuple[int, ...] = ()
+        self.vocabulary = Vocabulary(byte_level=True)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.pieces)
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -145,6 +153,18 @@ class TinyVocabulary:
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         decoder = self.decoder(skip_special)
         return "".join(decoder.push(token) for token in ids) + decoder.flush()
+
+
+class OtherTinyVocabulary(TinyVocabulary):
+    """A vocabulary with most of the bytes and letters, and with triples of letters, in another
+    order.
+    """
+
+    def __init__(self, size: int, eos_ids: tuple[int, ...] = (), shared: bool = True) -> None:
+        super().__init__(size, eos_ids)
+        triples = [(a + b + "a").encode() for a in "abcdefgh" for b in "abcdefghijkl"]
+        own = self.pieces[: size - size // 12] if shared else self.pieces[:29]
+        self.pieces = [*triples, *own][-size:][::-1]
 
 
 class _Decoder:

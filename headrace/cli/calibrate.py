@@ -53,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     draft.add_argument(
         "--draft-model",
         metavar="MODEL",
-        help="smaller model with the same vocabulary, measured as well",
+        help="smaller model, measured as well",
     )
     draft.add_argument(
         "--layers",

@@ -186,8 +186,8 @@ def _add_speculation(group: Arguments) -> None:
         group,
         "draft_model",
         "MODEL",
-        "smaller model with the same vocabulary, folder of an EAGLE drafter of the model, or mtp "
-        "for the layer for drafts in the model's own files (for the proposer draft_model)",
+        "smaller model, best with the same vocabulary, folder of an EAGLE drafter of the model, "
+        "or mtp for the layer for drafts in the model's own files (for the proposer draft_model)",
     )
     group.add_argument(
         "--draft-format",

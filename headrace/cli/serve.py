@@ -122,7 +122,7 @@ def _add_memory(group: Arguments) -> None:
 def _add_speculation(group: Arguments) -> None:
     text = "source of draft tokens: off, auto, suffix, ...; tokens stay the same"
     _add_engine_option(group, "proposer", "NAME", str, text)
-    text = "smaller model with the same vocabulary (for the proposer draft_model)"
+    text = "smaller model, best with the same vocabulary (for the proposer draft_model)"
     _add_engine_option(group, "draft_model", "MODEL", str, text)
 
 

@@ -174,6 +174,10 @@ class Sequence:
         return self.output.constraint
 
     @property
+    def is_greedy(self) -> bool:
+        return self.request.params.temperature == 0
+
+    @property
     def has_changing_mask(self) -> bool:
         """Whether the mask of the token after the next depends on the next token."""
         constraint = self.output.constraint

@@ -1,4 +1,4 @@
-"""Makes the vocabulary of a draft model equal to the target's, or refuses it."""
+"""Compares the vocabulary of a draft with the target's: equal, translated, or refused."""
 
 from dataclasses import replace
 
@@ -6,11 +6,19 @@ import numpy as np
 
 from headrace.checkpoint.load import Checkpoint
 from headrace.checkpoint.tokenizer import Tokenizer
+from headrace.checkpoint.translation import LOOKBEHIND, Translator
 from headrace.errors import RequestError
 from headrace.quant.formats import StoredTensor
+from headrace.sampling.sampler import make_sampler
+from headrace.sampling_params import SamplingParams
+from headrace.speculation.proposers.draft_model import OtherVocabulary
 
 _NEVER = -1e9
 """Logit bias of tokens that a model does not have; finite, because samplers check logits."""
+_MOST = 0.9
+"""Share of the smaller vocabulary that favours drafts of shared tokens. With 0.8 of it, they were
+accepted less often than drafts by text, at any temperature (docs/internals/draft_vocabulary.md).
+"""
 
 
 def check_vocabulary(option: str, name: str, draft: Checkpoint, tokenizer: Tokenizer) -> None:
@@ -19,15 +27,47 @@ def check_vocabulary(option: str, name: str, draft: Checkpoint, tokenizer: Token
     Control tokens may differ: the target verifies drafts, so they only cost acceptance.
     """
     other = draft.load_tokenizer()
-    control = tokenizer.special_ids & other.special_ids
-    for token in range(min(tokenizer.vocab_size, other.vocab_size)):
-        drafted, own = other.token_bytes(token), tokenizer.token_bytes(token)
-        if drafted != own and token not in control:
-            raise RequestError(
-                f"{option} '{name}' has another vocabulary: its token {token:,} is {drafted!r}, "
-                f"in the model {own!r}; choose a smaller model with the tokenizer of this one, or "
-                "the proposer suffix, which needs no model"
-            )
+    token = first_difference(other, tokenizer)
+    if token is not None:
+        raise RequestError(
+            f"{option} '{name}' has another vocabulary: its token {token:,} is "
+            f"{other.token_bytes(token)!r}, in the model {tokenizer.token_bytes(token)!r}; choose "
+            "another form of the same model"
+        )
+
+
+def first_difference(draft: Tokenizer, target: Tokenizer) -> int | None:
+    """The first token that two vocabularies spell differently, besides control tokens."""
+    control = target.special_ids & draft.special_ids
+    for token in range(min(target.vocab_size, draft.vocab_size)):
+        if draft.token_bytes(token) != target.token_bytes(token) and token not in control:
+            return token
+    return None
+
+
+def translator_of(draft: Checkpoint, target: Checkpoint, tokenizer: Tokenizer) -> Translator | None:
+    """Return how a draft model with other tokens reads the target's; None if it has the same."""
+    other = draft.load_tokenizer()
+    if first_difference(other, tokenizer) is None:
+        return None
+    return Translator(tokenizer, other, target.spec.vocab_size, draft.spec.vocab_size)
+
+
+def other_vocabulary(translator: Translator) -> OtherVocabulary:
+    """Make what the proposer needs to draft with another vocabulary."""
+    draft_size, target_size = translator.draft.size, translator.target.size
+    target_ids = translator.shared_tokens()
+    shared = np.flatnonzero(target_ids >= 0)
+    own_ids = np.full(target_size, -1, np.int32)
+    own_ids[target_ids[shared]] = shared
+    likeliest = SamplingParams(temperature=0)
+    return OtherVocabulary(
+        new_text=translator.new_text,
+        lookbehind=LOOKBEHIND,
+        sampler=make_sampler(likeliest, [], draft_size, 0, ()),
+        target_ids=target_ids,
+        own_ids=own_ids if len(shared) >= _MOST * min(draft_size, target_size) else None,
+    )
 
 
 def with_vocab_size(draft: Checkpoint, size: int) -> Checkpoint:

@@ -15,12 +15,13 @@ from headrace.checkpoint.medusa import num_heads, read_heads
 from headrace.checkpoint.mtp import open_mtp
 from headrace.checkpoint.source import resolve
 from headrace.checkpoint.tokenizer import Tokenizer
+from headrace.checkpoint.translation import Translator
 from headrace.config import EngineConfig, KvConfig
 from headrace.errors import RequestError
 from headrace.kv.manager import KvManager
 from headrace.loader.activation_sparsity import sparse_program
 from headrace.loader.draft_format import with_format
-from headrace.loader.draft_vocabulary import check_vocabulary, with_vocab_size
+from headrace.loader.draft_vocabulary import other_vocabulary, translator_of, with_vocab_size
 from headrace.loader.early_exit import with_early_exit
 from headrace.loader.kv_size import KvUse
 from headrace.loader.self_draft import SelfDraft, open_self_draft, shortened_program
@@ -53,6 +54,8 @@ class DraftCheckpoints:
     """Draft model, Medusa heads and self-draft of a configuration, opened but not compiled."""
 
     draft: Checkpoint | None = None
+    translator: Translator | None = None
+    """Translates for a draft model with another vocabulary."""
     drafter: Drafter | None = None
     heads: Mapping[str, StoredTensor] | None = None
     self_draft: SelfDraft | None = None
@@ -102,11 +105,11 @@ def open_draft_checkpoints(
 
     `load_tokenizer` returns the target's tokenizer; without drafts it is not called.
     Raises ModelError as `open_checkpoint` does. Raises RequestError if the draft model
-    has another vocabulary, the heads belong to another model, `draft_layers` exceeds the
+    generates no text, the heads belong to another model, `draft_layers` exceeds the
     model's layers, or `draft_weights` is not a form of the model.
     """
     methods = enabled_methods(config)
-    draft = drafter = heads = self_draft = None
+    draft = drafter = heads = self_draft = translator = None
     if "self_draft" in methods:
         self_draft = open_self_draft(config, target, load_tokenizer)
     name = config.draft_model if "draft_model" in methods else ""
@@ -124,11 +127,14 @@ def open_draft_checkpoints(
                 f"draft_model '{config.draft_model}' only computes embeddings: its files have no "
                 "head (lm_head.weight); choose a model that generates text"
             )
-        check_vocabulary("draft_model", config.draft_model, draft, load_tokenizer())
-        draft = with_vocab_size(draft, target.spec.vocab_size)
+        translator = translator_of(draft, target, load_tokenizer())
+        if not translator:
+            draft = with_vocab_size(draft, target.spec.vocab_size)
     if "medusa" in methods and config.medusa_heads:
         heads = read_heads(Path(config.medusa_heads), target.spec, load_tokenizer().vocab_size)
-    return DraftCheckpoints(draft=draft, drafter=drafter, heads=heads, self_draft=self_draft)
+    return DraftCheckpoints(
+        draft=draft, translator=translator, drafter=drafter, heads=heads, self_draft=self_draft
+    )
 
 
 def _check_one_rank(config: EngineConfig) -> None:
@@ -194,8 +200,15 @@ def compile_draft_models(
         program = draft_model_program(config, checkpoint)
         manager = KvManager(program.kv_groups, kv, max_rows(config.draft_depth))
         compiled = executable.attach(program, checkpoint.tensors, kv)
+        translator = draft_checkpoints.translator
         draft_models = replace(
-            draft_models, draft=DraftModel(compiled, manager, checkpoint.spec.max_context)
+            draft_models,
+            draft=DraftModel(
+                compiled,
+                manager,
+                checkpoint.spec.max_context,
+                other_vocabulary(translator) if translator else None,
+            ),
         )
     if kv and (drafter := draft_checkpoints.drafter):
         compiled_drafter = compile_drafter(drafter, target.spec, executable, kv, config.draft_depth)

@@ -135,8 +135,7 @@ def calibrate(
     """Measure whether speculative decoding saves time, and with which draft model.
 
     Args:
-        draft_model: a smaller model with the same vocabulary, measured next to first
-            layers.
+        draft_model: a smaller model, measured next to first layers.
         layers: numbers of first layers to measure. By default eighths of all, and sets of any
             layers, which the first half of the text chooses and the second half measures.
         prompt: start of the text that the model writes.

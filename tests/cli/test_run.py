@@ -186,7 +186,7 @@ class TestRunErrors:
                 ("--proposer", "suffix", "--max-draft-tokens", "0"),
                 "max_draft_tokens must be a whole number from 1",
             ),
-            (("--proposer", "draft_model"), "needs a smaller model with the same vocabulary"),
+            (("--proposer", "draft_model"), "needs a smaller model; set draft_model"),
             (
                 ("--draft-model", "smollm2", "--proposer", "off"),
                 "is for proposer 'draft_model' or 'auto', and proposer is 'off'",

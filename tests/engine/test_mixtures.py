@@ -25,6 +25,8 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "first layers": {"how": "self_draft"},
     "best blocks": {"how": "self_draft", "draft_top_blocks": 1},
     "draft model": {"how": "draft_model", "width": 2},
+    "other tokens": {"how": "draft_model", "draft_tokens": "shared", "width": 2},
+    "few shared tokens": {"how": "draft_model", "draft_tokens": "other"},
     "all": {"how": "auto"},
 }
 LONGER = [

@@ -24,6 +24,7 @@ DRAFTS = {
 @given(
     how=st.sampled_from(["draft_model", "self_draft", "medusa", "auto"]),
     draft=st.sampled_from([*DRAFTS, "all tokens", "some tokens"]),
+    draft_tokens=st.sampled_from(["", "shared", "other"]),
     depth=st.integers(1, 6),
     width=st.integers(1, 3),
     draft_slots=st.sampled_from([0, 64, 128]),

@@ -218,15 +218,43 @@ def test_medusa_memory_equals_its_weights(model: Path) -> None:
     )
 
 
-def test_draft_model_with_another_vocabulary_raises(model: Path, write_gguf: Any) -> None:  # noqa: F811
+def swapped_tokens(write_gguf: Any, first: int, second: int) -> Path:  # noqa: F811
+    """The tiny model with two tokens of its tokenizer in each other's place."""
     tokens = list(metadata("llama")["tokenizer.ggml.tokens"])
-    tokens[len(SPECIAL)], tokens[len(SPECIAL) + 1] = tokens[len(SPECIAL) + 1], tokens[len(SPECIAL)]
-    swapped = write_gguf({"tokenizer.ggml.tokens": tokens})
-    with pytest.raises(
-        RequestError,
-        match=r"has another vocabulary: its token 3 is b'\\x01', in the model b'\\x00'; choose a",
-    ):
-        LLM(str(model), proposer="draft_model", draft_model=str(swapped))
+    tokens[first], tokens[second] = tokens[second], tokens[first]
+    path: Path = write_gguf({"tokenizer.ggml.tokens": tokens})
+    return path.rename(path.with_name("swapped.gguf"))
+
+
+@pytest.mark.parametrize("options", [{}, {"draft_width": 2}, {"acceptance_method": "rejection"}])
+def test_draft_model_with_other_tokens_drafts(
+    model: Path,
+    write_gguf: Any,  # noqa: F811
+    options: dict[str, Any],
+) -> None:
+    """Tokens are those of plain decoding, and most drafts are right: two tokens change places."""
+    draft = swapped_tokens(write_gguf, len(SPECIAL) + 30, len(SPECIAL) + 31)
+    own = {"draft_model": str(draft), "proposer": "draft_model"}
+    with LLM(str(model), **OPTIONS) as plain, LLM(str(model), **OPTIONS, **own, **options) as llm:
+        for params in (GREEDY, SamplingParams(seed=3, max_tokens=20)):
+            got = llm.generate(["hello", "he"], params)
+            if "acceptance_method" not in options:
+                assert [r.outputs for r in got] == [
+                    r.outputs for r in plain.generate(["hello", "he"], params)
+                ]
+        stats = llm.stats()
+    assert stats.drafted > 0 and stats.accepted > 0 and stats.proposer_failures == 0
+
+
+def test_draft_model_with_other_tokens_on_ranks(model: Path, write_gguf: Any) -> None:  # noqa: F811
+    own = {"draft_model": str(swapped_tokens(write_gguf, 40, 41)), "proposer": "draft_model"}
+    params, tokens = SamplingParams(seed=3, max_tokens=12), []
+    for options in ({}, own):
+        with LLM(str(model), **OPTIONS, **options, tensor_parallel_size=2) as llm:
+            tokens.append(llm.generate("hello", params)[0].outputs[0].token_ids)
+            stats = llm.stats()
+    assert tokens[0] == tokens[1]
+    assert stats.accepted > 0 and stats.proposer_failures == 0
 
 
 def padded(write_gguf: Any, change: int, tied: bool, **options: Any) -> Path:  # noqa: F811

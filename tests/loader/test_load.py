@@ -76,7 +76,7 @@ def test_context_defaults_to_the_model(model: str) -> None:
     [
         (
             {"proposer": "draft_model"},
-            "needs a smaller model with the same vocabulary; set draft_model",
+            "needs a smaller model; set draft_model",
         ),
         ({"proposer": "self_draft"}, "'self_draft' needs one of draft_layers, draft_w"),
         ({"proposer": "self_draft", "draft_layers": 99}, "draft_layers is 99, but must be 1 to"),

@@ -8,7 +8,7 @@ from headrace.errors import RequestError
 from headrace.kv.manager import KvManager
 from headrace.proposer import Proposer
 from headrace.record import frozen
-from headrace.speculation.proposers.draft_model import DraftModelProposer
+from headrace.speculation.proposers.draft_model import DraftModelProposer, OtherVocabulary
 from headrace.speculation.proposers.eagle import DrafterPrograms, EagleProposer
 from headrace.speculation.proposers.jacobi import JacobiProposer
 from headrace.speculation.proposers.lookahead import LookaheadProposer
@@ -35,6 +35,8 @@ class DraftModel:
     kv: KvManager
     max_length: int
     """Length in tokens."""
+    vocabulary: OtherVocabulary | None = None
+    """Its vocabulary, if it has not the target's tokens."""
 
 
 @frozen
@@ -72,9 +74,7 @@ def _draft_model(config: EngineConfig, draft_models: DraftModels) -> Proposer:
         )
     draft = draft_models.draft
     if draft is None:
-        raise RequestError(
-            "proposer 'draft_model' needs a smaller model with the same vocabulary; set draft_model"
-        )
+        raise RequestError("proposer 'draft_model' needs a smaller model; set draft_model")
     return DraftModelProposer(
         draft.executable,
         draft.kv,
@@ -82,6 +82,7 @@ def _draft_model(config: EngineConfig, draft_models: DraftModels) -> Proposer:
         config.draft_depth,
         config.draft_width,
         probabilities=config.acceptance_method == "rejection",
+        vocabulary=draft.vocabulary,
     )
 
 

@@ -1,17 +1,16 @@
 """Chains of drafts, sampled with each sequence's own noise, one depth per launch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.backend import Executable
-from headrace.batch import DraftTree
+from headrace.batch import DraftTree, Ints, RaggedBatch
 from headrace.constraint import Constraint, Mask
 from headrace.kv.manager import Tables
 from headrace.kv.rows import TokenRun, batch_of_runs
-from headrace.logit_ops import Expand, Expanded, SamplerState
+from headrace.logit_ops import Expand, Expanded, SamplerState, StepResult
 from headrace.proposer import SequenceView
 
 TIME_LIMIT = 10.0
@@ -32,6 +31,8 @@ class Chain:
     constraint: Constraint | None = None
     mask: Mask | None = None
     """Allowed tokens below the end, if there is a constraint."""
+    own_ids: Ints | None = None
+    """The id of each token [vocab] in the model that drafts, or -1; None: it has the same ids."""
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     end: int = -1
@@ -53,6 +54,15 @@ class Chain:
             path.append(self.tokens[node])
             node = self.parents[node]
         return path[::-1]
+
+    @property
+    def paths(self) -> list[list[int]]:
+        """The tokens down to each leaf, first those that go deepest."""
+        paths: list[list[int]] = []
+        for parent, token in zip(self.parents, self.tokens, strict=True):
+            paths.append([token] if parent < 0 else [*paths[parent], token])
+        leaves = [node for node in range(len(paths)) if node not in self.parents]
+        return sorted((paths[leaf] for leaf in leaves), key=len, reverse=True)
 
     @property
     def num_left(self) -> int:
@@ -84,9 +94,12 @@ class Chain:
             self.mask = self.constraint.mask_after(self.path)
             if self.mask is None:  # the output ends here
                 self.budget = len(self.tokens)
-        self.run = TokenRun(
-            [self.tokens[node]], self.run.computed + len(self.run.tokens), self.run.tables
-        )
+        token = self.tokens[node]
+        if self.own_ids is not None:
+            token = int(self.own_ids[token])
+            if token < 0:  # the model that drafts cannot read the token
+                self.budget = len(self.tokens)
+        self.run = TokenRun([token], self.run.computed + len(self.run.tokens), self.run.tables)
 
 
 def chain(
@@ -106,7 +119,11 @@ def chain(
     )
 
 
-def grow(executable: Executable, chains: Sequence[Chain], width: int, block_size: int) -> None:
+Launch = Callable[[RaggedBatch, Sequence[Expand], Sequence[Chain]], StepResult]
+"""Runs a forward with one op for each chain."""
+
+
+def grow(launch: Launch, chains: Sequence[Chain], width: int, block_size: int) -> None:
     """Extend the chains by `width` nodes per depth, until their budgets are spent.
 
     Logits that are not finite end a chain. The tables must have slots for all depths but the
@@ -115,7 +132,7 @@ def grow(executable: Executable, chains: Sequence[Chain], width: int, block_size
     while chains:
         batch = batch_of_runs([c.run for c in chains], block_size, logits=True)
         ops = [c.expand(row, width) for row, c in enumerate(chains)]
-        values = executable.launch(batch, ops).wait().values
+        values = launch(batch, ops, chains).values
         growing: list[Chain] = []
         for c, value in zip(chains, values, strict=True):
             if isinstance(value, Expanded):

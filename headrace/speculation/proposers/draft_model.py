@@ -2,20 +2,29 @@
 
 It samples with the target's noise (Gumbel coupling). Each step rewinds its own KV to the
 sequence's tokens, so preemption, forks and prefix hits need no code here.
+
+A draft model with another vocabulary reads the text of the sequence in tokens of its own
+(universal assisted generation, Timor et al. 2025). It drafts its likeliest tokens, whose text is
+cut into tokens of the target. If the vocabularies share most tokens, and the sequence is sampled or
+has a constraint, it drafts shared tokens alone: with the target's noise of their ids, and only
+those that the constraint allows.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, Self
 from weakref import WeakKeyDictionary, finalize
 
-import numpy as np
-
 from headrace.backend import Executable
-from headrace.batch import NO_DRAFT, Commit, DraftTree
+from headrace.backend.mapped_logits import MappedLogits
+from headrace.batch import NO_DRAFT, Commit, DraftTree, Ints, RaggedBatch
 from headrace.kv.manager import KvManager, Tables
 from headrace.kv.rows import TokenRun, batch_of_runs, move_slots
-from headrace.logit_ops import StepResult
+from headrace.logit_ops import Expand, SamplerState, StepResult
 from headrace.proposer import ProposerTraits, SequenceView
+from headrace.record import frozen
 from headrace.speculation.proposers.chains import TIME_LIMIT, Chain, chain, grow
+from headrace.speculation.proposers.trees import merge
 
 _CATCH_UP_ROWS = 512
 """Max known tokens in one step."""
@@ -26,19 +35,72 @@ def max_rows(depth: int) -> int:
     return _CATCH_UP_ROWS + depth - 1
 
 
+class DraftText(Protocol):
+    """A sequence in tokens of the draft model, which grows with the sequence."""
+
+    ids: list[int]
+    num_read: int
+    """Tokens of the sequence that it has read."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether `ids` spell the text up to its end."""
+
+    def read(self, known: Sequence[int]) -> None:
+        """Read the tokens of the sequence that follow those already read."""
+
+    def translated(self, drafted: Sequence[int]) -> list[int]:
+        """Cut drafted tokens into tokens of the target."""
+
+    def clone(self) -> Self:
+        """Return an independent text with the same tokens."""
+
+
+@frozen(eq=False)
+class OtherVocabulary:
+    """The vocabulary of a draft model with another tokenizer than the target's."""
+
+    new_text: Callable[[], DraftText]
+    lookbehind: int
+    """Last tokens of a text that further tokens may change."""
+    sampler: SamplerState
+    """Takes the likeliest token of the draft model."""
+    target_ids: Ints
+    """The target's token for each token of the draft model, or -1: [draft vocab]."""
+    own_ids: Ints | None
+    """The draft model's token for each token of the target, or -1: [vocab]. None: the vocabularies
+    share too few tokens, so drafts are translated by their text.
+    """
+
+
 @dataclass(slots=True, eq=False)
 class _DraftContext:
     tables: Tables
     tokens: list[int] = field(default_factory=list)
     agreed: int = 0
     """Tokens that are known to equal the sequence's."""
+    text: DraftText | None = None
+    """The sequence in another vocabulary."""
+    first_text: DraftText | None = None
+    """A clone of the text when the sequence began, for siblings."""
 
-    def rewind(self, known: list[int], kv: KvManager) -> None:
+    def read(self, seq: SequenceView) -> list[int]:
+        """The tokens of a sequence in the vocabulary of the draft model."""
+        if self.text is None:
+            return seq.known
+        self.text.read(seq.known)
+        if self.first_text is None:
+            self.first_text = self.text.clone()
+        return self.text.ids
+
+    def rewind(self, known: list[int], kv: KvManager, lookbehind: int) -> None:
         """Drop the tokens that differ from `known`, and its last token, whose row gives logits.
 
-        Drop all if a window has freed KV that the next row reads.
+        The last `lookbehind` tokens that agreed are compared again. Drop all if a window has freed
+        KV that the next row reads.
         """
-        self.agreed += _num_common(self.tokens[self.agreed :], known[self.agreed : -1])
+        first = max(0, self.agreed - lookbehind)
+        self.agreed = first + _num_common(self.tokens[first:], known[first:-1])
         if not kv.can_rewind(self.tables, self.agreed):
             self.agreed = 0
         del self.tokens[self.agreed :]
@@ -62,7 +124,9 @@ class DraftModelProposer:
         width: int,
         *,
         probabilities: bool,
+        vocabulary: OtherVocabulary | None = None,
     ) -> None:
+        """`vocabulary` is that of a draft model with another tokenizer than the target's."""
         self.traits = ProposerTraits(
             depth * width, width, in_engine_thread=True, time_limit=TIME_LIMIT
         )
@@ -71,6 +135,12 @@ class DraftModelProposer:
         self._max_length = max_length
         self._depth = depth
         self._probabilities = probabilities
+        self._vocabulary = vocabulary
+        self._lookbehind = vocabulary.lookbehind if vocabulary else 0
+        self._mapped: MappedLogits | None = None
+        if vocabulary and vocabulary.own_ids is not None:
+            vocab_size = len(vocabulary.own_ids)
+            self._mapped = MappedLogits(executable, vocabulary.target_ids, vocab_size)
         self._contexts: WeakKeyDictionary[SequenceView, _DraftContext] = WeakKeyDictionary()
 
     def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
@@ -79,32 +149,79 @@ class DraftModelProposer:
         rows_left = _CATCH_UP_ROWS
         new_requests = set[int]()
         for i, seq in enumerate(seqs):
-            max_depth = self._max_length - len(seq.known)
-            num_nodes = min(budgets[i], max_depth * self.traits.width)
             context = self._contexts.get(seq) or self._new_context(seq, new_requests)
-            if num_nodes <= 0 or context is None:
+            if context is None:
+                continue
+            known = context.read(seq)
+            max_depth = self._max_length - len(known)
+            num_nodes = min(budgets[i], max_depth * self.traits.width)
+            if num_nodes <= 0 or (context.text and not context.text.is_whole):
                 continue
 
-            context.rewind(seq.known, self.kv)
+            context.rewind(known, self.kv, self._lookbehind)
             computed = context.agreed
-            num_uncomputed = len(seq.known) - computed
+            num_uncomputed = len(known) - computed
             num_rows = min(num_uncomputed, rows_left)
             if not num_rows or not self._reserve(context, num_rows + self._depth - 1, seqs):
                 continue
             rows_left -= num_rows
+            run = TokenRun(known[computed : computed + num_rows], computed, context.tables)
             if num_rows == num_uncomputed:
-                chains[i] = chain(
-                    seq, computed, context.tables, num_nodes, probabilities=self._probabilities
-                )
+                chains[i] = self._chain(seq, run, num_nodes)
             else:
-                tokens = seq.known[computed : computed + num_rows]
-                catching_up.append((context, TokenRun(tokens, computed, context.tables)))
+                catching_up.append((context, run))
 
         self._catch_up(catching_up)
-        grow(self._executable, list(chains.values()), self.traits.width, self.kv.block_size)
-        for i, grown in chains.items():  # the last token of a chain has no KV
-            self._contexts[seqs[i]].tokens[:] = seqs[i].known + grown.path[:-1]
-        return [chains[i].draft if i in chains else NO_DRAFT for i in range(len(seqs))]
+        grow(self._launch, list(chains.values()), self.traits.width, self.kv.block_size)
+        return [
+            self._draft(seq, chains[i], budgets[i]) if i in chains else NO_DRAFT
+            for i, seq in enumerate(seqs)
+        ]
+
+    def _launch(
+        self, batch: RaggedBatch, ops: Sequence[Expand], chains: Sequence[Chain]
+    ) -> StepResult:
+        if self._mapped is None:
+            return self._executable.launch(batch, ops).wait()
+        by_text = [each.own_ids is None for each in chains]
+        mapped = [op for op, own in zip(ops, by_text, strict=True) if not own]
+        own_ops = [op for op, own in zip(ops, by_text, strict=True) if own]
+        values = self._mapped.launch(batch, mapped, own_ops).values
+        mapped_values, own_values = iter(values[: len(mapped)]), iter(values[len(mapped) :])
+        return StepResult([next(own_values if own else mapped_values) for own in by_text])
+
+    def _chain(self, seq: SequenceView, run: TokenRun, budget: int) -> Chain:
+        vocabulary = self._vocabulary
+        by_text = vocabulary is not None and (
+            vocabulary.own_ids is None or (seq.is_greedy and seq.constraint is None)
+        )
+        if vocabulary and by_text:
+            return Chain(
+                run=run,
+                seq_index=0,
+                sampler=vocabulary.sampler.clone(0),
+                position=0,
+                budget=budget,
+                probabilities=None,
+            )
+        grown = chain(seq, run.computed, run.tables, budget, probabilities=self._probabilities)
+        grown.run = run
+        grown.own_ids = vocabulary.own_ids if vocabulary else None
+        return grown
+
+    def _draft(self, seq: SequenceView, grown: Chain, budget: int) -> DraftTree:
+        """Note the tokens that have KV, and return the draft in tokens of the target."""
+        context, path = self._contexts[seq], grown.path[:-1]  # the last token has no KV
+        if grown.own_ids is not None:
+            path = [int(token) for token in grown.own_ids[path]]
+        if context.text is None:
+            context.tokens[:] = seq.known + path
+            return grown.draft
+        context.tokens[:] = context.text.ids + path
+        if grown.own_ids is not None:
+            return grown.draft
+        paths = [context.text.translated(tokens) for tokens in grown.paths]
+        return merge(paths, budget)
 
     def _catch_up(self, contexts: list[tuple[_DraftContext, TokenRun]]) -> None:
         if contexts:
@@ -122,18 +239,39 @@ class DraftModelProposer:
         request = seq.seq_id[0]
         if request in new_requests:
             return None
-        siblings = [each for other, each in self._contexts.items() if other.seq_id[0] == request]
+        siblings = {
+            other: each for other, each in self._contexts.items() if other.seq_id[0] == request
+        }
+        text = self._new_text(seq, siblings)
         if siblings:
-            num_common = [_num_common(sibling.tokens, seq.known) for sibling in siblings]
-            best = int(np.argmax(num_common))
+            known = text.ids if text else seq.known
+            num_common = {
+                other: _num_common(each.tokens, known) for other, each in siblings.items()
+            }
+            best = max(siblings, key=lambda other: num_common[other])
             tables = self.kv.fork(siblings[best].tables)
-            context = _DraftContext(tables, siblings[best].tokens[: num_common[best]])
+            context = _DraftContext(tables, siblings[best].tokens[: num_common[best]], text=text)
         else:
-            context = _DraftContext(self.kv.new_tables())
+            context = _DraftContext(self.kv.new_tables(), text=text)
             new_requests.add(request)
         self._contexts[seq] = context
         finalize(seq, self.kv.free, context.tables).atexit = False
         return context
+
+    def _new_text(
+        self, seq: SequenceView, siblings: dict[SequenceView, _DraftContext]
+    ) -> DraftText | None:
+        """A text that has read the sequence, if the draft model has another vocabulary."""
+        if self._vocabulary is None:
+            return None
+        text = self._vocabulary.new_text()
+        for other, sibling in siblings.items():
+            begun = sibling.first_text
+            if begun and other.known[: begun.num_read] == seq.known[: begun.num_read]:
+                text = begun.clone()
+                break
+        text.read(seq.known)
+        return text
 
     def _reserve(self, context: _DraftContext, length: int, busy: list[SequenceView]) -> bool:
         """Reserve slots, if necessary of sequences that do not draft; returns success."""

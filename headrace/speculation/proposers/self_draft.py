@@ -4,11 +4,13 @@ It may have fewer layers, or weights in fewer bytes. The KV of drafts lies in sl
 writes again. (Zhang et al. 2024, Draft & Verify; Elhoushi et al. 2024, LayerSkip)
 """
 
+from collections.abc import Sequence
+
 from headrace.backend import Executable
-from headrace.batch import NO_DRAFT, Commit, DraftTree
-from headrace.logit_ops import StepResult
+from headrace.batch import NO_DRAFT, Commit, DraftTree, RaggedBatch
+from headrace.logit_ops import Expand, StepResult
 from headrace.proposer import ProposerTraits, SequenceView
-from headrace.speculation.proposers.chains import TIME_LIMIT, chain, grow
+from headrace.speculation.proposers.chains import TIME_LIMIT, Chain, chain, grow
 
 _MAX_UNCOMPUTED = 16
 """Tokens without KV, which are computed twice. More cost more than a draft gains."""
@@ -37,8 +39,13 @@ class SelfDraftProposer:
             for i, (seq, nodes) in enumerate(zip(seqs, budgets, strict=True))
             if nodes > 0 and len(seq.known) - seq.computed <= _MAX_UNCOMPUTED
         }
-        grow(self._executable, list(chains.values()), self.traits.width, self._block_size)
+        grow(self._launch, list(chains.values()), self.traits.width, self._block_size)
         return [chains[i].draft if i in chains else NO_DRAFT for i in range(len(seqs))]
+
+    def _launch(
+        self, batch: RaggedBatch, ops: Sequence[Expand], chains: Sequence[Chain]
+    ) -> StepResult:
+        return self._executable.launch(batch, ops).wait()
 
     def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
         pass
