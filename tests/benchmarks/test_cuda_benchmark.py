@@ -67,6 +67,16 @@ def test_cuda_checks(tmp_path: Path) -> None:
     assert printed.splitlines()[-1] == f"{len(report['checks'])} of {len(report['checks'])} hold"
 
 
+def test_cuda_drafts(tmp_path: Path) -> None:
+    """Drafts on the device are those by way of the host, and no token changes."""
+    report, printed = run(CUDA / "drafts.py", tmp_path / "drafts.json")
+    rows = report["drafts"]
+    checks = [row for row in rows if "check" in row]
+    assert len(checks) == 3 and all(row["drafted"] for row in checks)
+    assert {row["time"] for row in rows if "time" in row} == {"off", "device", "host"}
+    assert printed.splitlines()[-1] == f"{len(rows)} of {len(rows)} rows are right"
+
+
 FAILING = """
 import sys
 sys.path.insert(0, sys.argv[1])

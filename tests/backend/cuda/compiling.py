@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ from headrace.backend.cuda.architecture import (
     set_architecture,
 )
 from headrace.backend.cuda.executable import CudaExecutable
+from headrace.backend.cuda.kernels.gather import gather_rows, scatter_rows, spread_columns
 from headrace.backend.cuda.launch import Launch
 from headrace.backend.cuda.sampling_layout import SampleLayout
 from headrace.backend.cuda.step_shape import StepShape
@@ -192,6 +193,20 @@ def launches_of(case: Case) -> Iterator[tuple[int, Launch]]:
                 layout, plan.value(executable._logits), ints, masks, results
             ):
                 yield rows, launch
+            for launch in draft_launches(rows):
+                yield rows, launch
+
+
+def draft_launches(rows: int) -> Iterator[Launch]:
+    """Kernels that move rows and logits for a drafter."""
+    store, taps = torch.empty(64, 96, device=META), torch.empty(rows, 96, device=META)
+    index = torch.empty(rows, dtype=torch.int32, device=META)
+    yield scatter_rows(store, taps, index)
+    for kind in (torch.bfloat16, torch.float32):
+        yield gather_rows(torch.empty(rows, 96, dtype=kind, device=META), store, index)
+    columns = torch.empty(100, dtype=torch.int32, device=META)
+    logits = torch.empty(rows, 32, device=META)
+    yield spread_columns(torch.empty(rows, 100, device=META), logits, columns, -inf)
 
 
 def kind_of(launch: Launch) -> str:
