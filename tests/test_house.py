@@ -282,6 +282,7 @@ class TestImports:
             # Ray passes errors of grpc on.
             "scaleout": server | modules(extras["route"] + extras["ray"]) | {"grpc"},
             "parallel": modules(extras["distributed"]),
+            "distil": modules(extras["train"]),
         }
         for file in FILES:
             own = allowed.get(part_of(file), set())

@@ -24,8 +24,11 @@ class Drafter:
     """The target's token of each of its own [draft vocab]; None: they are the same."""
 
 
-def check_target(name: str, spec: ModelSpec, target: ModelSpec, *, is_final: bool = False) -> None:
-    """Raise RequestError for the drafter of another model. `is_final`: it reads the final rows."""
+def check_target(name: str, spec: ModelSpec, target: ModelSpec) -> None:
+    """Raise RequestError for the drafter of another model.
+
+    A tap at the number of layers is the rows after the last layer.
+    """
     drafter = spec.drafter
     assert drafter
     facts = (
@@ -38,7 +41,7 @@ def check_target(name: str, spec: ModelSpec, target: ModelSpec, *, is_final: boo
                 f"draft_model '{name}' drafts for a model with {what} {own:,}, and this model's is "
                 f"{needed:,}; choose a drafter that was trained for this model"
             )
-    if min(drafter.taps) < 0 or max(drafter.taps) >= target.num_layers + is_final:
+    if min(drafter.taps) < 0 or max(drafter.taps) > target.num_layers:
         layers = ", ".join(map(str, drafter.taps))
         raise RequestError(
             f"draft_model '{name}' reads the rows before layers {layers}, and this model has "

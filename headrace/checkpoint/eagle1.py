@@ -47,7 +47,7 @@ def open_eagle1(path: Path, config: JsonFields, target: Checkpoint) -> Drafter:
     """
     stored = {_own_name(name): tensor for name, tensor in read_folder(path).items()}
     spec = _spec(config, target.spec, stored)
-    check_target(path.name, spec, target.spec, is_final=True)
+    check_target(path.name, spec, target.spec)
     if target.spec.norm != "rms" or target.spec.norm_bias:
         raise RequestError(
             f"draft_model '{path.name}' reads rows after the root mean square norm of its model, "

@@ -32,6 +32,7 @@ COMMANDS = {
     "bench": "measure latency or throughput of a model",
     "eval": "evaluate the quality of a model and of its quantised formats",
     "convert": "quantise a model to a GGUF file or to a folder of safetensors",
+    "distil": "train a drafter for a model from its own answers",
     "top": "watch the running engines: KV memory, rows, speed, requests",
     "calibrate": "measure whether speculative decoding saves time for a model",
     "tune": "tune the matrix products of a model on the GPU",

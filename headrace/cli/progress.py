@@ -1,4 +1,7 @@
-"""Progress of the measurements on stderr: a bar on a terminal, otherwise lines now and then."""
+"""Progress of long work on stderr: a bar on a terminal, otherwise lines now and then.
+
+What comes after a semicolon in the name of a step are its current figures, which may change.
+"""
 
 import sys
 import time
@@ -53,8 +56,9 @@ class ProgressLines:
 
     def __call__(self, step: str, share: float) -> None:
         now = self._clock()
-        if share == 0 or step != self._step:
-            self._step, self._begun = step, now
+        name = step.partition(";")[0]
+        if share == 0 or name != self._step:
+            self._step, self._begun = name, now
             self._next, self._is_estimated = now + _FIRST_SECONDS, False
         elapsed = now - self._begun
         if now < self._next or share < _MIN_SHARE or share >= 1:

@@ -13,10 +13,7 @@ sequences, in the order of their prompts, until they have `SHARD_TOKENS` tokens:
 A shard appears under its name when it is complete, so that a stopped recording goes on after it.
 """
 
-import json
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -28,9 +25,8 @@ from numpy.typing import NDArray
 
 from headrace.checkpoint.files import list_names, read_json
 from headrace.checkpoint.safetensors import read_safetensors
-from headrace.convert.folder.header import safetensors_layout
-from headrace.convert.tensor_writer import PlannedTensor, TensorWriter
-from headrace.errors import FormatError, HeadraceError, RequestError
+from headrace.distil.files import DTYPES, disk_errors, write_json, write_safetensors
+from headrace.errors import FormatError, RequestError
 from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
 
@@ -44,11 +40,6 @@ SHARD_TOKENS = 16_384
 HELD_OUT_SHARE = 16
 """Of so many prompts, one is held out of training."""
 _META = "meta.json"
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "I32": np.dtype("<i4"),
-    "I64": np.dtype("<i8"),
-    "BF16": np.dtype("<u2"),
-}
 _SHARED = ("finished", "num_sequences", "num_tokens", "num_answer_tokens")
 """Fields of `Meta` that do not say what is recorded."""
 
@@ -269,11 +260,11 @@ def _malformed(path: Path, reason: str) -> FormatError:
 
 
 def _array(tensor: StoredTensor) -> Any:
-    dtype = _DTYPES.get(tensor.format.name)
+    dtype = DTYPES.get(tensor.format.name)
     if dtype is None:
         raise FormatError(
             f"tensor {tensor.name} of recorded answers is {tensor.format.name}, not one of "
-            f"{', '.join(_DTYPES)}; record the answers again"
+            f"{', '.join(DTYPES)}; record the answers again"
         )
     codes = np.ascontiguousarray(tensor.parts["codes"]).reshape(-1)
     return codes.view(np.uint8).view(dtype).reshape(tensor.shape)
@@ -371,7 +362,7 @@ class AnswerWriter:
         if self._meta.taps:
             arrays["taps"] = "BF16", np.concatenate([answer.taps for answer in answers])
         with disk_errors(self._out):
-            _write_safetensors(self._out / _shard_name(self._num_shards), arrays)
+            write_safetensors(self._out / _shard_name(self._num_shards), arrays)
         self._num_shards += 1
         self._num_sequences += len(answers)
         self._num_tokens += sum(lengths)
@@ -387,50 +378,3 @@ def _whole_shards(folder: Path) -> list[Path]:
     while (path := folder / _shard_name(len(paths))).exists():
         paths.append(path)
     return paths
-
-
-def _write_safetensors(path: Path, arrays: Mapping[str, tuple[str, NDArray[Any]]]) -> None:
-    planned = [
-        PlannedTensor(name, dtype, array.shape, array.size * _DTYPES[dtype].itemsize)
-        for name, (dtype, array) in arrays.items()
-    ]
-    with replacing(path) as scratch:
-        writer = TensorWriter(scratch, safetensors_layout(planned))
-        for name, (dtype, array) in arrays.items():
-            writer.write(name, [array.astype(_DTYPES[dtype], copy=False)])
-        writer.close()
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write a file, or replace it at once."""
-    with replacing(path) as scratch:
-        scratch.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path for a new file, which takes the place of `path` when it is on the disk."""
-    scratch = path.with_name(f"{path.name}.unfinished")
-    try:
-        scratch.unlink(missing_ok=True)
-        yield scratch
-        descriptor = os.open(scratch, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
-
-
-@contextmanager
-def disk_errors(out: Path) -> Iterator[None]:
-    """Turn a refusal of the disk into HeadraceError."""
-    try:
-        yield
-    except OSError as error:
-        raise HeadraceError(
-            f"{out}: {error.strerror or error}; all whole files in it are kept: free some space "
-            "and repeat the command, or name another place"
-        ) from error

@@ -12,11 +12,10 @@ from headrace.distil.answers import (
     AnswerWriter,
     Meta,
     NewAnswer,
-    disk_errors,
     open_answers,
     read_meta,
-    write_json,
 )
+from headrace.distil.files import disk_errors, write_json
 from headrace.distil.prompts import PromptStart, TeacherPrompt
 from headrace.distil.teacher import Recording, Teacher
 from headrace.errors import FormatError, RequestError

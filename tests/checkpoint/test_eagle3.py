@@ -51,6 +51,7 @@ def test_eagle3_layouts_give_the_same_drafter(tmp_path: Path, layout: str, vocab
         ({"eagle_config": None}, (2, 4, 5)),  # those of the authors for 8 layers
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3]}}, (1, 3)),
         ({"eagle_aux_hidden_state_layer_ids": [7]}, (7,)),
+        ({"eagle_aux_hidden_state_layer_ids": [4, 8]}, (4, 8)),  # 8: after the last layer
     ],
 )
 def test_eagle3_taps(tmp_path: Path, changes: dict[str, Any], taps: tuple[int, ...]) -> None:
@@ -87,9 +88,9 @@ def shifted(**changes: int) -> NDArray[np.int64]:
         ({}, {"vocab_size": 99}, RequestError, "vocabulary size 99, and this model's is 61; cho"),
         (
             {},
-            {"eagle_aux_hidden_state_layer_ids": [2, 4, 8]},
+            {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]},
             RequestError,
-            "rows before layers 2, 4, 8, and this model has layers 0 to 7; choose",
+            "rows before layers 2, 4, 9, and this model has layers 0 to 7; choose",
         ),
         (
             {},

@@ -245,6 +245,19 @@ MODELS = [
     Row("show {model}", 0, out="tiny", env={"HEADRACE_CACHE": "{rubbish}"}),
 ]
 
+DISTIL = [
+    Row("distil", 2, "required: KIND"),
+    Row("distil teacher {model} {tmp}/x", 2, "invalid choice: 'teacher'"),
+    Row("distil draft {model}", 2, "required: OUT"),
+    Row("distil draft {model} {tmp}", 2, "exists; remove it"),
+    Row("distil draft {model} {tmp}/no/x", 2, "cannot be written"),
+    Row("distil draft nothing {tmp}/x", 3, "no file, folder or alias 'nothing'"),
+    Row("distil draft {model} {tmp}/x --steps 0", 2, "--steps: '0' is not a whole number from 1"),
+    Row("distil draft {model} {tmp}/x --minutes nan", 2, "--minutes: 'nan' is not a number"),
+    Row("distil draft {model} {tmp}/x --taps 1,99", 2, r"taps are \[1, 99\].*layers 0 to"),
+    Row("distil draft {model} {tmp}/x --vocab-size 1", 2, "--vocab-size"),
+]
+
 MEASURE = [
     Row("profile {model} --prefill 16 --depth none --turns 1", 0, out="prefill", short=False),
     Row(
@@ -493,4 +506,16 @@ SIGNALS = [
     Row("run {model} hello", 0, ANSWER, signal="PIPE", out="."),
 ]
 
-ROWS = [*HELP, *ROUTE, *RUN, *MODELS, *MEASURE, *TOP, *STREAMS, *SYSTEM, *TERMINALS, *SIGNALS]
+ROWS = [
+    *HELP,
+    *ROUTE,
+    *RUN,
+    *MODELS,
+    *DISTIL,
+    *MEASURE,
+    *TOP,
+    *STREAMS,
+    *SYSTEM,
+    *TERMINALS,
+    *SIGNALS,
+]

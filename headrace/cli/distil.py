@@ -1,0 +1,146 @@
+"""Train a drafter for a model on this machine, from the model's own answers.
+
+`distil draft MODEL OUT` lets the model answer prompts, and trains an EAGLE-3 drafter on the
+answers: a small layer over the model's rows that drafts tokens for speculative decoding. The
+prompts are yours (`--prompts`), or the model writes them. OUT appears when it is complete. A
+stopped training goes on with the same command.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.cli.arguments import (
+    add_model,
+    add_seed,
+    add_threads,
+    number,
+    whole_number,
+    whole_numbers,
+)
+
+if TYPE_CHECKING:
+    from headrace.distil.draft_run import TrainedDraft
+
+EXAMPLES = """\
+  headrace distil draft smollm2 smollm2-draft
+  headrace distil draft MODEL OUT --prompts chats.jsonl --minutes 60
+  headrace run smollm2 --draft-model smollm2-draft"""
+
+KINDS = ("draft",)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("kind", choices=KINDS, metavar="KIND", help="draft: an EAGLE-3 drafter")
+    add_model(parser, optional=False)
+    parser.add_argument("out", type=Path, metavar="OUT", help="new folder of the trained model")
+    answers = parser.add_argument_group("answers")
+    answers.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="prompts, one a line or JSON lines with messages (default: the model writes them)",
+    )
+    answers.add_argument(
+        "--answers",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of recorded answers, which are recorded there if it is new (default: a folder "
+        "next to OUT, which is removed at the end)",
+    )
+    answers.add_argument(
+        "--tokens",
+        type=whole_number(64, 2**32),
+        metavar="N",
+        default=300_000,
+        help="answer tokens to record",
+    )
+    answers.add_argument(
+        "--temperature",
+        type=number(0, 100),
+        metavar="T",
+        default=0.0,
+        help="temperature of the answers; 0: the likeliest tokens",
+    )
+    draft = parser.add_argument_group("drafter")
+    draft.add_argument(
+        "--vocab-size",
+        type=whole_number(64, 2**20),
+        metavar="N",
+        default=8192,
+        help="number of tokens that it can draft: the most frequent ones of the answers",
+    )
+    draft.add_argument(
+        "--taps",
+        type=whole_numbers(0, 2**12),
+        metavar="N,...",
+        default=(),
+        help="layers of the model before which it reads rows; the number of layers: after the last "
+        "(default: a quarter, three quarters and all of the layers)",
+    )
+    training = parser.add_argument_group("training")
+    training.add_argument(
+        "--minutes",
+        type=number(0.1, 1e5),
+        metavar="M",
+        default=20.0,
+        help="minutes of training after the answers are recorded; the number of steps follows from "
+        "the first ones",
+    )
+    training.add_argument(
+        "--steps",
+        type=whole_number(1, 2**30),
+        metavar="N",
+        help="number of steps, in place of --minutes; the same number gives the same weights",
+    )
+    training.add_argument(
+        "--learning-rate",
+        type=number(1e-7, 1),
+        metavar="R",
+        default=1e-3,
+        help="highest learning rate",
+    )
+    add_seed(training, 0, "seed of the answers, the first weights and the order of training")
+    add_threads(parser.add_argument_group("compute"))
+
+
+def run(args: argparse.Namespace) -> int:
+    from headrace.cli.progress import progress_bar
+    from headrace.distil.draft_run import DraftOptions, train_draft
+
+    options = DraftOptions(
+        answers=args.answers,
+        prompts=args.prompts,
+        num_tokens=args.tokens,
+        temperature=args.temperature,
+        taps=args.taps,
+        vocab_size=args.vocab_size,
+        steps=args.steps or 0,
+        minutes=args.minutes,
+        learning_rate=args.learning_rate,
+        seed=args.seed,
+        threads=args.threads,
+    )
+    with progress_bar() as on_progress:
+        trained = train_draft(args.model, args.out, options, on_progress)
+    _print(args, trained)
+    return 0
+
+
+def _print(args: argparse.Namespace, trained: "TrainedDraft") -> None:
+    from headrace.measure.table import print_figures
+
+    figures, last = trained.held_out, trained.curve.points[-1]
+    shares = [value for name, value in figures.items() if name.startswith("acceptance_")]
+    print_figures(
+        f"Drafter of {args.model}",
+        {
+            "trained on": f"{trained.num_tokens:,} tokens, {last.step:,} steps, "
+            f"{last.seconds / 60:.1f} minutes",
+            "acceptance": " ".join(f"{share:.1%}" for share in shares)
+            + " of drafts 1, 2, ... of held-out answers",
+            "tokens a step": f"{figures['tokens_per_step']:.2f} with {len(shares)} drafts",
+            "curve": str(args.out / "curve.svg"),
+        },
+    )
+    print(f"\nUse it: headrace run {args.model} --draft-model {args.out}")

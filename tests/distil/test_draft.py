@@ -1,0 +1,267 @@
+"""`distil draft`: from a model's name to a drafter that the engine runs."""
+
+import json
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from headrace import LLM, SamplingParams
+from headrace.checkpoint.safetensors import read_safetensors
+from headrace.distil.answers import AnswerSet
+from headrace.distil.curve import Curve
+from headrace.distil.draft import DraftStudent
+from headrace.distil.draft_run import DraftOptions, TrainedDraft, train_draft
+from headrace.distil.loop import TrainingOptions, train
+from headrace.errors import HeadraceError, RequestError
+from headrace.measure.progress import ignore_progress
+from tests.distil.answer_folders import tiny_target, write_answers
+from tests.distil.conftest import write_model
+from tests.tiny import tiny_model
+
+OPTIONS = DraftOptions(
+    num_tokens=600, vocab_size=80, steps=30, learning_rate=3e-3, temperature=1.0, threads=1
+)
+TARGET = tiny_target(tiny_model(4, layers=4))
+
+
+def trained(model: Path, out: Path, options: DraftOptions = OPTIONS) -> TrainedDraft:
+    return train_draft(str(model), out, options, ignore_progress)
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    """The stored bytes of a drafter's tensors."""
+    return {
+        name: tensor.parts["codes"].tobytes()
+        for name, tensor in read_safetensors(folder / "model.safetensors").items()
+    }
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> AnswerSet:
+    return write_answers(tmp_path_factory.mktemp("recorded") / "answers", TARGET, (1, 2, 4))
+
+
+@pytest.fixture(scope="module")
+def draft(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained drafter of the teacher."""
+    out = tmp_path_factory.mktemp("trained") / "draft"
+    result = trained(teacher, out)
+    first, last = result.curve.evaluated[0], result.curve.evaluated[-1]
+    assert first.step == 0 and last.step == OPTIONS.steps
+    assert last.held_out == result.held_out
+    return out
+
+
+def test_a_trained_drafter_drafts_and_changes_no_token(teacher: Path, draft: Path) -> None:
+    assert not draft.with_name("draft.training").exists()
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    texts = ["a river", "the mill"]
+    with LLM(str(teacher), proposer="off") as llm:
+        plain = [result.outputs[0].token_ids for result in llm.generate(texts, params)]
+    with LLM(
+        str(teacher), proposer="draft_model", draft_model=str(draft), adaptive_speculation=False
+    ) as llm:
+        found = [result.outputs[0].token_ids for result in llm.generate(texts, params)]
+        stats = llm.stats()
+    assert found == plain
+    assert stats.drafted > 0 and stats.proposer_failures == 0
+
+
+def test_the_folder_has_the_curve_as_numbers_and_as_a_picture(draft: Path) -> None:
+    points = json.loads((draft / "curve.json").read_text())
+    assert [point["step"] for point in points] == list(range(OPTIONS.steps + 1))
+    assert points[-1]["loss"] < points[1]["loss"]
+    assert points[-1]["held_out"].keys() >= {"acceptance_1", "acceptance_4", "tokens_per_step"}
+    picture = (draft / "curve.svg").read_text()
+    assert picture.startswith("<svg") and "draft 4 accepted" in picture
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others(
+    teacher: Path, draft: Path, tmp_path: Path
+) -> None:
+    again, other = tmp_path / "again", tmp_path / "other"
+    trained(teacher, again)
+    assert weights(again) == weights(draft)
+    trained(teacher, other, replace(OPTIONS, seed=1))
+    assert weights(other) != weights(draft)
+
+
+SCRIPT = """
+import sys, time
+from dataclasses import replace
+from pathlib import Path
+from headrace.distil.draft_run import DraftOptions, train_draft
+
+options = DraftOptions(
+    num_tokens=600, vocab_size=80, steps=30, learning_rate=3e-3, temperature=1.0, threads=1
+)
+
+def slow(step, share):
+    time.sleep(0.03 if step.startswith("training") else 0)
+
+train_draft(sys.argv[1], Path(sys.argv[2]), replace(options, save_seconds=0.0), slow)
+"""
+
+
+def test_a_killed_training_goes_on_and_ends_with_equal_weights(
+    teacher: Path, draft: Path, tmp_path: Path
+) -> None:
+    """The process is killed at random moments, each time after it saved a state of its own."""
+    out, rng, kills = tmp_path / "out", random.Random(3), 0
+    state = tmp_path / "out.training/state.safetensors"
+    while not out.exists():
+        before = state.stat().st_mtime_ns if state.exists() else 0
+        process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(teacher), str(out)])
+        while kills < 2 and process.poll() is None:
+            if state.exists() and state.stat().st_mtime_ns > before:
+                time.sleep(rng.uniform(0, 0.2))
+                process.send_signal(signal.SIGKILL)
+                kills += 1
+                break
+            time.sleep(0.01)
+        assert process.wait(120) in (0, -signal.SIGKILL)
+    assert kills == 2 and weights(out) == weights(draft)
+    assert not state.parent.exists()
+
+
+class Stop(Exception):
+    pass
+
+
+def run(
+    answers: AnswerSet, state: Path, stop_after: int = 0, **options: float
+) -> tuple[DraftStudent, Curve]:
+    """Train, and stop by an exception after a step (0: train to the end)."""
+    student = DraftStudent(TARGET, answers, frozenset(), vocab_size=40, dtype=torch.float32)
+
+    def on_progress(step: str, share: float) -> None:
+        if stop_after and step.startswith(f"training; step {stop_after} "):
+            raise Stop
+
+    settings = TrainingOptions(**{"steps": 24, "save_seconds": 0.0} | options)  # type: ignore[arg-type]
+    return student, train(student, state, settings, {"seed": 0, "vocab_size": 40}, on_progress)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def test_a_resumed_training_equals_an_uninterrupted_one(answers: AnswerSet, tmp_path: Path) -> None:
+    """Weights and losses are equal to the bit, whenever the run was stopped."""
+    whole, curve = run(answers, tmp_path / "whole.safetensors")
+    state = tmp_path / "state.safetensors"
+    for step in (1, 7, 20, 23):
+        with pytest.raises(Stop):
+            run(answers, state, stop_after=step)
+    resumed, other = run(answers, state)
+    for name, parameter in whole.module.named_parameters():
+        assert torch.equal(parameter, resumed.module.get_parameter(name)), name
+    points = [(point.step, point.loss, point.held_out) for point in curve.points]
+    assert [(point.step, point.loss, point.held_out) for point in other.points] == points
+    assert curve.points[-1].loss and curve.points[1].loss
+    assert curve.points[-1].loss < curve.points[1].loss
+
+
+def test_minutes_give_a_number_of_steps_that_a_resumed_run_keeps(
+    answers: AnswerSet, tmp_path: Path
+) -> None:
+    state = tmp_path / "state.safetensors"
+    with pytest.raises(Stop):
+        run(answers, state, stop_after=22, steps=0, minutes=0.05)
+    _, curve = run(answers, state, steps=0, minutes=0.05)
+    _, longer = run(answers, state, steps=0, minutes=9.0)
+    assert curve.points[-1].step > 20
+    assert longer == curve
+
+
+@pytest.mark.parametrize("name", ["seed", "vocab_size"])
+def test_another_training_in_the_folder_is_refused_by_name(
+    answers: AnswerSet, tmp_path: Path, name: str
+) -> None:
+    state = tmp_path / "state.safetensors"
+    student, _ = run(answers, state, steps=2)
+    options = TrainingOptions(steps=2)
+    identity = {"seed": 0, "vocab_size": 40} | {name: 7}
+    with pytest.raises(RequestError, match=f"another {name} .*here it is 7.*name another OUT"):
+        train(student, state, options, identity, ignore_progress)
+
+
+def test_a_loss_that_is_not_finite_ends_the_training_with_its_step(
+    answers: AnswerSet, tmp_path: Path
+) -> None:
+    state = tmp_path / "state.safetensors"
+    with pytest.raises(Stop):
+        run(answers, state, stop_after=3)
+    before = state.read_bytes()
+    with pytest.raises(
+        HeadraceError, match=r"the loss of step \d+ is .*lower --learning-rate \(here 1e\+30\)"
+    ):
+        run(answers, state, learning_rate=1e30, save_seconds=60.0)
+    assert state.read_bytes() == before
+    resumed, _ = run(answers, state)
+    assert all(parameter.isfinite().all() for parameter in resumed.module.parameters())
+
+
+def test_a_full_disk_keeps_the_last_whole_state(answers: AnswerSet, tmp_path: Path) -> None:
+    state = tmp_path / "state.safetensors"
+    with pytest.raises(Stop):
+        run(answers, state, stop_after=5)
+    before = state.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+    try:
+        with pytest.raises(HeadraceError, match=r"File too large.*free some space"):
+            run(answers, state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert state.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["state.safetensors"]
+
+
+def test_a_malformed_state_is_refused(answers: AnswerSet, tmp_path: Path) -> None:
+    state = tmp_path / "state.safetensors"
+    _, _ = run(answers, state, steps=2)
+    student = DraftStudent(TARGET, answers, frozenset(), vocab_size=39)
+    with pytest.raises(HeadraceError, match=r"not the state of this training .*remove the folder"):
+        train(
+            student,
+            state,
+            TrainingOptions(steps=2),
+            {"seed": 0, "vocab_size": 40},
+            ignore_progress,
+        )
+
+
+def test_answers_of_another_model_are_refused(teacher: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "answers"
+    other = write_model(tmp_path / "other", seed=5)
+    options = replace(OPTIONS, answers=folder, steps=1)
+    trained(teacher, tmp_path / "draft", options)
+    with pytest.raises(RequestError, match=r"recorded from another model than .*other; name a new"):
+        trained(other, tmp_path / "other-draft", options)
+    with pytest.raises(RequestError, match=r"rows of taps 0,2,3, and --taps is 1,2; leave --taps"):
+        trained(teacher, tmp_path / "taps", replace(options, taps=(1, 2)))
+    assert not (tmp_path / "other-draft").exists() and folder.exists()
+
+
+def test_the_drafted_tokens_are_the_frequent_and_the_special_ones(answers: AnswerSet) -> None:
+    counts = np.zeros(TARGET.spec.vocab_size, np.int64)
+    for i in answers.training:
+        counts += np.bincount(
+            answers.tokens(i)[answers.answer_start(i) :], minlength=TARGET.spec.vocab_size
+        )
+    rare = int(np.argmin(counts))
+    student = DraftStudent(TARGET, answers, frozenset({rare}), vocab_size=10)
+    assert rare in student.tokens and (np.diff(student.tokens) > 0).all()
+    others = np.delete(counts, student.tokens)
+    assert counts[student.tokens[student.tokens != rare]].min() >= others.max()
