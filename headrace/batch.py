@@ -26,9 +26,9 @@ class DraftTree(NamedTuple):
     tokens: list[int]
     parents: list[int]
     """Parent of each node: an earlier node, or -1 for the last scheduled known token."""
-    confidence: int = 0
-    """Class of the tree, from 0, set by the proposer. Acceptance is measured per class,
-    and should rise with it.
+    confidence: int | list[int] = 0
+    """Class from 0, set by the proposer: of the tree, or of each node. Acceptance is measured per
+    class, and should rise with it. Class 0 of a node is for an unknown confidence.
     """
     indivisible: bool = False
     """Whether the tree runs with all its nodes or not at all, because the proposer

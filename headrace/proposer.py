@@ -1,11 +1,20 @@
 """The protocol of proposers, which draft tokens, and the part of a sequence that they see."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from headrace.batch import Commit, DraftTree
 from headrace.constraint import Constraint
 from headrace.logit_ops import SamplerState, StepResult
+
+Pays = Callable[[int, Sequence[int]], bool]
+"""Whether drafts below a node should pay for their time, by the index of the sequence in the call
+and the confidence classes on the path from the root to the node.
+"""
+
+
+def always_pays(index: int, confidences: Sequence[int]) -> bool:
+    return True
 
 
 class SequenceView(Protocol):
@@ -83,3 +92,12 @@ class Proposer(Protocol):
 
         `seqs[commit.source]` already has the new tokens.
         """
+
+
+class DepthProposer(Proposer, Protocol):
+    """A proposer whose traits have a width: each depth of a draft takes it time."""
+
+    def propose(
+        self, seqs: list[SequenceView], budgets: list[int], pays: Pays = always_pays
+    ) -> list[DraftTree]:
+        """As `Proposer.propose`. A draft ends early if no deeper node pays."""

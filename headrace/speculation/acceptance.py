@@ -13,7 +13,8 @@ _PRIOR_WEIGHT = 3.0
 """Observations that a prior counts as."""
 
 _NodeClass = tuple[int, int, int]
-"""Confidence of the tree, depth, and rank among its siblings."""
+"""Confidence, depth, and rank among its siblings; a confidence of its own implies a node's rank.
+"""
 
 
 class AcceptanceRates:
@@ -29,7 +30,13 @@ class AcceptanceRates:
         self._general = general
         self._prior = prior
         self._decay = _DECAY if general is None else _SEQUENCE_DECAY
+        self._is_by_node = False
         self._counts: dict[_NodeClass, tuple[float, float]] = {}  # right, observed
+
+    @property
+    def is_by_node(self) -> bool:
+        """Whether drafts had a confidence for each node."""
+        return (self._general or self)._is_by_node
 
     def rate(self, key: _NodeClass) -> float:
         """Probability that a node is right if its parent is.
@@ -62,12 +69,19 @@ class AcceptanceRates:
         The draft need not have run.
         """
         keys = _node_classes(draft)
+        # Rates by depth and rank alone, to decide on depths before a draft.
+        others = None
+        if isinstance(draft.confidence, list):
+            others = _node_classes(draft._replace(confidence=0))
+            (self._general or self)._is_by_node = True
         node = -1
         for token in tokens:
             children = [child for child, parent in enumerate(draft.parents) if parent == node]
             right = [child for child in children if draft.tokens[child] == token]
             for child in children:
                 self._count(keys[child], child in right)
+                if others and others[child] != keys[child]:
+                    self._count(others[child], child in right)
             if not right:
                 return
             node = right[0]
@@ -92,5 +106,9 @@ def _node_classes(draft: DraftTree) -> list[_NodeClass]:
         rank = num_children.get(parent, 0)
         num_children[parent] = rank + 1
         depths.append(depth)
-        classes.append(node_class(draft.confidence, depth, rank))
+        if isinstance(draft.confidence, list) and (confidence := draft.confidence[len(classes)]):
+            classes.append(node_class(confidence, depth, 0))
+        else:
+            tree_class = 0 if isinstance(draft.confidence, list) else draft.confidence
+            classes.append(node_class(tree_class, depth, rank))
     return classes

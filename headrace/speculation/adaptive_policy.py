@@ -4,7 +4,7 @@ When drafts do not pay, the next call is a *probe*. The share of time for probes
 failure.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -25,6 +25,10 @@ _PROBE_STEPS = 6
 """Steps of a probe, for a proposer that learns only from rows that run."""
 _PROBE_NODES = 4
 _MIN_PLAIN_STEPS = 2
+_GAIN_RATE = 0.25
+"""Weight of the newest draft, if each node has a confidence: then an unsure draft is short and
+cheap, and says little about the next.
+"""
 _PLAIN_EVERY = 32
 """Steps with drafts before one plain step, which measures the cost of plain steps."""
 
@@ -34,7 +38,7 @@ class _SequenceState:
     acceptance: AcceptanceRates
     is_new: bool = True
     gain: float = 0.0
-    """Tokens that the last draft gains, less the price of its rows."""
+    """Tokens that the next draft should gain, less the price of its rows, by the last drafts."""
     num_failed: int = 0
     probe_share: float = _MAX_PROBE_SHARE
     next_probe: float = 0.0
@@ -105,34 +109,58 @@ class AdaptivePolicy:
 
     def max_nodes(self, name: str, seq: SequenceView, limit: int) -> int:
         """Nodes to request: below `limit` if deeper nodes take time and do not pay."""
-        proposer, prices = self._proposers[name], self._prices
-        max_width, num_sampling = proposer.traits.width, prices.num_sampling
-        if not max_width:
-            return limit
+        proposer = self._proposers[name]
+        max_width, acceptance = proposer.traits.width, self._state(name, seq).acceptance
+        if not max_width or acceptance.is_by_node:
+            return limit  # its confidences end a draft: see `pays_below`
 
-        acceptance = self._state(name, seq).acceptance
         reached, num_nodes = 1.0, 0  # probability that the deepest node so far is accepted
         while num_nodes < limit:
             width = min(max_width, limit - num_nodes)
             depth = num_nodes // max_width + 1
-            rates = [acceptance.rate(node_class(0, depth, rank)) for rank in range(width)]
-
-            # All sequences are taken to draft this deep.
-            rows = prices.price((num_nodes + width) * num_sampling)
-            rows -= prices.price(num_nodes * num_sampling)
-            call = width * proposer.price.by_node / prices.token_seconds
-            if num_nodes and reached * sum(rates) < rows / num_sampling + call:
+            if num_nodes and not self._depth_pays(proposer, acceptance, reached, depth, width):
                 break
 
             num_nodes += width
-            reached *= rates[0]
+            reached *= acceptance.rate(node_class(0, depth, 0))
         return num_nodes
+
+    def pays_below(self, name: str, seq: SequenceView, confidences: Sequence[int]) -> bool:
+        proposer, acceptance = self._proposers[name], self._state(name, seq).acceptance
+        reached = 1.0
+        for depth, confidence in enumerate(confidences, 1):
+            reached *= acceptance.rate(node_class(confidence, depth, 0))
+        depth = len(confidences) + 1
+        return self._depth_pays(proposer, acceptance, reached, depth, proposer.traits.width)
+
+    def _depth_pays(
+        self,
+        proposer: _ProposerState,
+        acceptance: AcceptanceRates,
+        reached: float,
+        depth: int,
+        width: int,
+    ) -> bool:
+        """Whether `width` nodes at a depth pay, if their parent is accepted with the probability
+        `reached`. All sequences are taken to draft this deep.
+        """
+        prices, num_sampling = self._prices, self._prices.num_sampling
+        num_nodes = (depth - 1) * proposer.traits.width
+        rates = [acceptance.rate(node_class(0, depth, rank)) for rank in range(width)]
+        rows = prices.price((num_nodes + width) * num_sampling)
+        rows -= prices.price(num_nodes * num_sampling)
+        call = width * proposer.price.by_node / prices.token_seconds
+        return reached * sum(rates) >= rows / num_sampling + call
 
     def evaluate(self, name: str, seq: SequenceView, draft: DraftTree) -> DraftCandidate:
         """Estimate the gain of a draft, which decides the next call."""
         proposer, state = self._proposers[name], self._state(name, seq)
         candidate = DraftCandidate(name, draft, state.acceptance.values(draft))
-        state.gain = self._gain(candidate)
+        gain = self._gain(candidate)
+        if state.gain and state.acceptance.is_by_node:
+            state.gain += _GAIN_RATE * (gain - state.gain)
+        else:
+            state.gain = gain
         if self._pays(proposer, state.gain):
             state.num_failed = 0
             state.probe_share = _MAX_PROBE_SHARE

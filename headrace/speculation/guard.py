@@ -5,12 +5,12 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import finalize
 
 from headrace.batch import NO_DRAFT, Commit, DraftTree
 from headrace.logit_ops import StepResult
-from headrace.proposer import Proposer, SequenceView
+from headrace.proposer import DepthProposer, Pays, Proposer, SequenceView, always_pays
 
 MAX_CONFIDENCE = 31
 
@@ -34,7 +34,9 @@ class Guard:
         self._clock = clock
         self._worker = None if self.traits.in_engine_thread else _Worker(self.traits.time_limit)
 
-    def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
+    def propose(
+        self, seqs: list[SequenceView], budgets: list[int], pays: Pays = always_pays
+    ) -> list[DraftTree]:
         """Return a valid draft for each sequence; the proposer sees only sequences with a
         budget.
         """
@@ -43,7 +45,16 @@ class Guard:
         if not indices:
             return drafts
         chosen_seqs, chosen_budgets = [seqs[i] for i in indices], [budgets[i] for i in indices]
-        proposed = self._call(lambda: self._proposer.propose(chosen_seqs, chosen_budgets))
+
+        def propose() -> list[DraftTree]:
+            if not self.traits.width:
+                return self._proposer.propose(chosen_seqs, chosen_budgets)
+            proposer = cast(DepthProposer, self._proposer)
+            return proposer.propose(
+                chosen_seqs, chosen_budgets, lambda i, path: pays(indices[i], path)
+            )
+
+        proposed = self._call(propose)
         if proposed is None or self.retired:
             return drafts
         try:
@@ -87,7 +98,7 @@ class Guard:
         try:
             tokens = [operator.index(token) for token in draft.tokens]
             parents = [operator.index(parent) for parent in draft.parents]
-            confidence = min(max(operator.index(draft.confidence), 0), MAX_CONFIDENCE)
+            confidence = _checked_confidence(draft)
             valid = (
                 len(tokens) == len(parents) <= budget
                 and all(0 <= token < self._vocab_size for token in tokens)
@@ -109,6 +120,19 @@ class Guard:
             indivisible=bool(draft.indivisible),
             probabilities=probabilities,
         )
+
+
+def _checked_confidence(draft: DraftTree) -> int | list[int]:
+    """The classes as plain ints within their limits. Raises ValueError without one per node."""
+
+    def checked(confidence: Any) -> int:
+        return min(max(operator.index(confidence), 0), MAX_CONFIDENCE)
+
+    if not isinstance(draft.confidence, list):
+        return checked(draft.confidence)
+    if len(draft.confidence) != len(draft.tokens):
+        raise ValueError("a draft needs a confidence for each node")
+    return [checked(confidence) for confidence in draft.confidence]
 
 
 class _TimeLimitError(Exception): ...

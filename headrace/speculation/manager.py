@@ -62,6 +62,8 @@ class StepDrafts(Generic[Item]):
     """Max nodes by proposer and sequence."""
     call_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by proposer, including the evaluation."""
+    num_drafted: dict[str, dict[Item, int]] = field(default_factory=dict)
+    """Drafted nodes by proposer and sequence, before any are left out."""
     candidates: dict[Item, list[DraftCandidate]] = field(default_factory=dict)
     """All drafts, whether or not they run."""
     methods: dict[Item, str] = field(default_factory=dict)
@@ -215,10 +217,14 @@ class SpeculationManager:
 
     def _call(self, name: str, drafts: StepDrafts[Item], best: dict[Item, DraftCandidate]) -> None:
         nodes = drafts.calls[name]
+        seqs = [item.seq for item in nodes]
         proposed = self._guards[name].propose(
-            [item.seq for item in nodes],
+            seqs,
             [min(item.draft_budget, limit) for item, limit in nodes.items()],
+            lambda i, confidences: self._policy.pays_below(name, seqs[i], confidences),
         )
+        num_drafted = [len(draft.tokens) for draft in proposed]
+        drafts.num_drafted[name] = dict(zip(nodes, num_drafted, strict=True))
         for item, draft in zip(nodes, proposed, strict=True):
             candidate = self._policy.evaluate(name, item.seq, _permitted(item.seq, draft))
             if candidate.draft.tokens:
@@ -255,7 +261,7 @@ class SpeculationManager:
             self._guards[name].observe(seqs, observed, result)
             if drafts and name in drafts.call_seconds:
                 seconds = drafts.call_seconds[name] + self._clock() - start
-                nodes = {item.seq: limit for item, limit in drafts.calls[name].items()}
+                nodes = {item.seq: count for item, count in drafts.num_drafted[name].items()}
                 self._policy.record_call(name, nodes, seconds)
 
     def _count_savings(

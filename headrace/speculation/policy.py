@@ -1,10 +1,11 @@
 """The policy of speculation: which proposers to call, and how many draft nodes to run.
 
-The order of calls: `begin_step`, `should_call`, `max_nodes`, then `evaluate`, `better` and
-`should_call` after each proposer, `choose_nodes`, and the `record` methods.
+The order of calls: `begin_step`, `should_call`, `max_nodes`, then `pays_below` during, and
+`evaluate`, `better` and `should_call` after each proposer, `choose_nodes`, and the `record`
+methods.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from headrace.batch import DraftTree
@@ -41,6 +42,9 @@ class DraftPolicy(Protocol):
 
     def max_nodes(self, name: str, seq: SequenceView, limit: int) -> int: ...
 
+    def pays_below(self, name: str, seq: SequenceView, confidences: Sequence[int]) -> bool:
+        """Whether one more depth pays below a node, by the classes on the path to the node."""
+
     def evaluate(self, name: str, seq: SequenceView, draft: DraftTree) -> DraftCandidate:
         """Make a candidate of a proposer's draft, even if it has no nodes."""
 
@@ -58,7 +62,7 @@ class DraftPolicy(Protocol):
         """Record which nodes were right, by the sequence's new tokens."""
 
     def record_call(self, name: str, nodes: Mapping[SequenceView, int], seconds: float) -> None:
-        """Record the seconds of a proposer in the step, with the requested nodes by sequence."""
+        """Record the seconds of a proposer in the step, with the drafted nodes by sequence."""
 
 
 class FixedPolicy:
@@ -76,6 +80,9 @@ class FixedPolicy:
 
     def max_nodes(self, name: str, seq: SequenceView, limit: int) -> int:
         return limit
+
+    def pays_below(self, name: str, seq: SequenceView, confidences: Sequence[int]) -> bool:
+        return True
 
     def evaluate(self, name: str, seq: SequenceView, draft: DraftTree) -> DraftCandidate:
         return DraftCandidate(name, draft, [])

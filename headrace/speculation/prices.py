@@ -31,7 +31,8 @@ class CallPrice:
         if self.by_sequence:
             seconds = min(seconds, _MAX_PRICE_RISE * self.by_sequence * num_seqs)
         self.by_sequence += (seconds / num_seqs - self.by_sequence) * _PRICE_RATE
-        self.by_node += (seconds / num_nodes - self.by_node) * _PRICE_RATE
+        if num_nodes:
+            self.by_node += (seconds / num_nodes - self.by_node) * _PRICE_RATE
 
 
 class RowPrices:

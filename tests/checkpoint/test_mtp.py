@@ -123,8 +123,8 @@ class Recorder:
         self.observe = proposer.observe
         self._propose = proposer.propose
 
-    def propose(self, seqs: list[Any], budgets: list[int]) -> list[DraftTree]:
-        drafts: list[DraftTree] = self._propose(seqs, budgets)
+    def propose(self, seqs: list[Any], budgets: list[int], *rest: Any) -> list[DraftTree]:
+        drafts: list[DraftTree] = self._propose(seqs, budgets, *rest)
         for seq, draft in zip(seqs, drafts, strict=True):
             if draft.tokens:
                 self.drafts.append((list(seq.known), draft.tokens))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from headrace.batch import Commit, DraftTree
 from headrace.logit_ops import StepResult
 from headrace.planner.draft_gain import Costs, best_gain, exit_round, expected_tokens, gain
-from headrace.proposer import SequenceView
+from headrace.proposer import Pays, SequenceView, always_pays
 from headrace.sampling_params import SamplingParams
 from headrace.speculation.proposers.draft_model import DraftModelProposer
 from tests.engine.toy import Kept, ToyExecutable, toy_engine, toy_kv
@@ -91,8 +91,10 @@ class Watched(DraftModelProposer):
         self.paths: list[int] = []
         self._full: list[int] = []
 
-    def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
-        drafts = super().propose(seqs, budgets)
+    def propose(
+        self, seqs: list[SequenceView], budgets: list[int], pays: Pays = always_pays
+    ) -> list[DraftTree]:
+        drafts = super().propose(seqs, budgets, pays)
         self._full = [len(draft.tokens) for draft in drafts]
         return drafts
 

@@ -117,3 +117,19 @@ def test_deep_nodes_share_one_rate() -> None:
     assert (
         values[7] / values[6] == values[6] / values[5] == pytest.approx(acceptance.rate((0, 6, 0)))
     )
+
+
+def test_a_confidence_of_a_node_stands_for_its_rank() -> None:
+    """Rates by depth and rank alone are learned, too."""
+    acceptance = AcceptanceRates(prior=(0.5, 0.1, 0.9))
+    assert not acceptance.is_by_node
+    draft = DraftTree([1, 2, 3], [-1, -1, 0], confidence=[1, 2, 2])
+    assert acceptance.values(draft) == pytest.approx([0.1, 0.9, 0.09])
+    own = AcceptanceRates(acceptance)
+    for _ in range(50):
+        own.record(draft, [2])
+    assert own.is_by_node and acceptance.is_by_node
+    first, second, third = acceptance.values(draft)
+    assert first < 0.02 and second > 0.95 and third == pytest.approx(first * second, rel=0.05)
+    assert acceptance.rate((0, 1, 0)) < 0.1 and acceptance.rate((0, 1, 1)) > 0.9
+    assert acceptance.rate((1, 1, 1)) == pytest.approx(0.1 / 4)  # never observed

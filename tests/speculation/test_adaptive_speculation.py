@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from headrace.batch import NO_DRAFT, Commit, DraftTree, RaggedBatch
 from headrace.logit_ops import StepResult
-from headrace.proposer import ProposerTraits
+from headrace.proposer import Pays, ProposerTraits, always_pays
 from headrace.sampling_params import SamplingParams
+from headrace.speculation.proposers.trees import prune
 from tests.engine.toy import VOCAB, ToyExecutable, toy_engine, toy_logits
 from tests.tiny import run_all
 
@@ -251,10 +252,59 @@ class Deep(Oracle):
         self.budgets: list[int] = []
         self._wall = clock
 
-    def propose(self, seqs: list[Any], budgets: list[int]) -> list[DraftTree]:
+    def propose(
+        self, seqs: list[Any], budgets: list[int], pays: Pays = always_pays
+    ) -> list[DraftTree]:
         self.budgets += budgets
         self._wall.now += 0.0005 * max(budgets)
         return super().propose(seqs, budgets)
+
+
+class Confident(Oracle):
+    """Takes 0.5 ms for each node, and knows how often a node is right: a class for each."""
+
+    traits = Oracle.traits._replace(width=1, acceptance=(0.5, 0.5, 0.5))
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(lambda position: (0.05, 0.95)[self.is_sure(position)])
+        self.lengths: dict[int, list[int]] = {0: [], 1: []}
+        """Lengths of drafts by the number of sure nodes at their beginning, at most 1."""
+        self._wall = clock
+
+    @staticmethod
+    def is_sure(position: int) -> bool:
+        return position // 6 % 2 == 0
+
+    def propose(
+        self, seqs: list[Any], budgets: list[int], pays: Pays = always_pays
+    ) -> list[DraftTree]:
+        drafts = []
+        for i, (seq, draft) in enumerate(zip(seqs, super().propose(seqs, budgets), strict=True)):
+            start = len(seq.known)
+            classes = [1 + self.is_sure(start + node) for node in range(len(draft.tokens))]
+            length = 1
+            while length < len(classes) and pays(i, classes[:length]):
+                length += 1
+            self._wall.now += 0.0005 * length
+            self.lengths[classes[0] - 1].append(length)
+            drafts.append(prune(draft._replace(confidence=classes), list(range(length))))
+        return drafts
+
+
+def test_drafts_end_below_nodes_of_low_confidence() -> None:
+    """A draft goes on below a sure node, and ends below another."""
+    confident: list[Confident] = []
+
+    def make(clock: Clock) -> dict[str, Any]:
+        confident.append(Confident(clock))
+        return {"confident": confident[0]}
+
+    step_ms = STEP_MS["memory alone"]
+    plain, _, _ = serve(step_ms, lambda clock: {})
+    seconds, stats, _ = serve(step_ms, make)
+    lengths = confident[0].lengths
+    assert median(lengths[0]) == 1 and median(lengths[1]) > 2
+    assert plain / seconds > 1.05 and stats.accepted > 0.6 * stats.drafted
 
 
 @pytest.mark.parametrize(("right", "depths"), [(0.3, range(1, 3)), (0.95, range(6, 9))])

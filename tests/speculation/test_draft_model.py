@@ -81,6 +81,13 @@ def draft_model(
     return proposer
 
 
+def propose(
+    proposer: DraftModelProposer | SelfDraftProposer, seqs: list[Any], budgets: list[int]
+) -> list[DraftTree]:
+    """Drafts without the confidence of their nodes."""
+    return [draft._replace(confidence=0) for draft in proposer.propose(seqs, budgets)]
+
+
 def rows_of(proposer: DraftModelProposer | SelfDraftProposer) -> list[list[int]]:
     """Rows of each sequence in each launch since the last call."""
     assert isinstance(proposer._executable, Counting)
@@ -126,7 +133,7 @@ def test_drafts_are_the_models_own_continuation(
     seqs = [sequence(prompt, seq_id=(request, 0)) for request, prompt in enumerate(prompts)]
     for _ in range(4):
         budgets = [data.draw(st.integers(0, depth * width)) for _ in seqs]
-        drafts = proposer.propose(seqs, budgets)
+        drafts = propose(proposer, seqs, budgets)
         check(proposer)
         assert drafts == [
             continuation(seq.known, budget, width)
@@ -148,18 +155,18 @@ def test_drafts_are_the_models_own_continuation(
 def test_only_new_tokens_are_computed() -> None:
     proposer = draft_model(draft_depth=3)
     seq, other = sequence([1, 2, 3, 4, 5]), sequence([6, 7], seq_id=(1, 0))
-    (draft, _) = proposer.propose([seq, other], [3, 1])
+    (draft, _) = propose(proposer, [seq, other], [3, 1])
     assert rows_of(proposer) == [[5, 2], [1], [1]]
     seq.known += [*draft.tokens, 0]  # the last of a draft has no KV
-    (draft,) = proposer.propose([seq], [2])
+    (draft,) = propose(proposer, [seq], [2])
     assert rows_of(proposer) == [[2], [1]]
     seq.known += [(draft.tokens[0] + 1) % VOCAB]
-    (draft,) = proposer.propose([seq], [3])
+    (draft,) = propose(proposer, [seq], [3])
     assert rows_of(proposer) == [[1], [1], [1]]
     seq.known += [draft.tokens[0], (draft.tokens[1] + 1) % VOCAB, 0]
-    assert proposer.propose([seq, other], [0, 0]) == [NO_DRAFT, NO_DRAFT]
+    assert propose(proposer, [seq, other], [0, 0]) == [NO_DRAFT, NO_DRAFT]
     assert rows_of(proposer) == []
-    proposer.propose([seq], [1])
+    propose(proposer, [seq], [1])
     assert rows_of(proposer) == [[2]]
 
 
@@ -179,7 +186,7 @@ def test_catching_up_with_a_long_prompt_takes_several_steps(
         ),  # the first draws, then the second has what is left of 8
         ([[1, 2], [1, 1], [1, 1]], expected),
     ):
-        assert proposer.propose(seqs, [3, 3]) == drafts
+        assert propose(proposer, seqs, [3, 3]) == drafts
         assert rows_of(proposer) == rows
         check(proposer)
 
@@ -187,17 +194,17 @@ def test_catching_up_with_a_long_prompt_takes_several_steps(
 def test_siblings_share_the_longest_common_prefix() -> None:
     proposer = draft_model(draft_depth=2)
     first, second = (sequence(list(range(10)), seq_id=(0, i)) for i in range(2))
-    assert proposer.propose([first, second], [2, 2]) == [continuation(first.known, 2, 1), NO_DRAFT]
+    assert propose(proposer, [first, second], [2, 2]) == [continuation(first.known, 2, 1), NO_DRAFT]
     assert rows_of(proposer) == [[10], [1]]
     first.known += [1]
     second.known += [2]
-    assert proposer.propose([first, second], [2, 2]) == [
+    assert propose(proposer, [first, second], [2, 2]) == [
         continuation(seq.known, 2, 1) for seq in (first, second)
     ]
     assert rows_of(proposer) == [[1, 1], [1, 1]]
     assert proposer.kv.num_available == 64 - 4  # two blocks are shared, and each has one of its own
     third = sequence([*second.known, 9], seq_id=(0, 2))
-    proposer.propose([third], [1])
+    propose(proposer, [third], [1])
     assert rows_of(proposer) == [[1]]  # of the second it has all but its last token
     check(proposer)
 
@@ -206,10 +213,10 @@ def test_a_sibling_whose_window_has_freed_kv_starts_over() -> None:
     proposer = draft_model(windows=(3,), draft_depth=1)
     first, second = sequence(list(range(10))), sequence([*range(10), 2], seq_id=(0, 1))
     for _ in range(3):
-        assert proposer.propose([first], [1]) == [continuation(first.known, 1, 1)]
+        assert propose(proposer, [first], [1]) == [continuation(first.known, 1, 1)]
         first.known += [1, 2, 3, 4, 5, 6]
     rows_of(proposer)
-    assert proposer.propose([second], [1]) == [continuation(second.known, 1, 1)]
+    assert propose(proposer, [second], [1]) == [continuation(second.known, 1, 1)]
     assert rows_of(proposer) == [[11]]  # the first sees nothing of the first twelve tokens any more
     check(proposer)
 
@@ -219,15 +226,15 @@ def test_blocks_come_from_sequences_that_do_not_draft_now() -> None:
     seqs = [sequence([i, 2, 3, 4, 5, 6], seq_id=(i, 0)) for i in range(2)]
     expected = [continuation(seq.known, 2, 1) for seq in seqs]
     short = sequence([9], seq_id=(2, 0))
-    assert proposer.propose([*seqs, short], [2, 2, 2]) == [
+    assert propose(proposer, [*seqs, short], [2, 2, 2]) == [
         expected[0],
         NO_DRAFT,
         continuation([9], 2, 1),
     ]
-    assert proposer.propose(seqs[1:], [2]) == expected[1:]
+    assert propose(proposer, seqs[1:], [2]) == expected[1:]
     check(proposer)
     rows_of(proposer)
-    assert proposer.propose(seqs[:1], [2]) == expected[:1]
+    assert propose(proposer, seqs[:1], [2]) == expected[:1]
     assert rows_of(proposer) == [[6], [1]]
     check(proposer)
 
@@ -236,7 +243,7 @@ def test_no_draft_exceeds_the_length_that_the_draft_was_trained_for() -> None:
     proposer = draft_model(max_length=12, draft_depth=3, draft_width=2)
     for length, budget in ((9, 6), (10, 4), (11, 2), (12, 0), (13, 0)):
         seq = sequence(list(range(length)), seq_id=(length, 0))
-        assert proposer.propose([seq], [6]) == [continuation(seq.known, budget, 2)]
+        assert propose(proposer, [seq], [6]) == [continuation(seq.known, budget, 2)]
 
 
 @pytest.mark.parametrize("method", ["exact", "rejection"])
@@ -246,7 +253,7 @@ def test_it_samples_with_the_noise_of_the_sequence(method: Any) -> None:
     for index in range(3):
         seq = sequence([5, 6, 7], params, (index, index))
         for _ in range(2):  # its own sampler stays as it is
-            (draft,) = proposer.propose([seq], [4])
+            (draft,) = propose(proposer, [seq], [4])
             texts = [[*seq.known, *draft.tokens[:i]] for i in range(4)]
             assert [*texts[3], draft.tokens[3]] == plain_decoding(seq.known, params, index, 7)
             if method == "exact":
@@ -307,7 +314,7 @@ def test_first_layers_continue_from_the_kv_of_the_model(
         continuation(seq.known, budget, width) for seq, budget in zip(seqs, budgets, strict=True)
     ]
     expected[2] = NO_DRAFT
-    assert proposer.propose(seqs, budgets) == expected
+    assert propose(proposer, seqs, budgets) == expected
     assert rows_of(proposer) == [[1, 16], [1], [1]]
 
 
@@ -317,7 +324,7 @@ def test_first_layers_sample_with_the_noise_of_the_sequence(method: Any) -> None
     proposer, kv = self_draft(draft_depth=3, acceptance_method=method)
     seq = sequence([5, 6, 7], params, (0, 2))
     compute(proposer, kv, seq, 2, 3)
-    (draft,) = proposer.propose([seq], [3])
+    (draft,) = propose(proposer, [seq], [3])
     assert [*seq.known, *draft.tokens] == plain_decoding(seq.known, params, 2, 6)
     assert (draft.probabilities is None) == (method == "exact")
 
@@ -335,4 +342,4 @@ def test_logits_that_are_not_finite_end_a_draft_and_no_other() -> None:
     )
     seqs = [sequence([1, 2, 3]), sequence([bad], seq_id=(1, 0)), sequence(other, seq_id=(2, 0))]
     first = continuation([1, 2, 3], 2, 1)
-    assert proposer.propose(seqs, [3, 3, 3]) == [first, NO_DRAFT, continuation(other, 3, 1)]
+    assert propose(proposer, seqs, [3, 3, 3]) == [first, NO_DRAFT, continuation(other, 3, 1)]

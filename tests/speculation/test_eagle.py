@@ -44,8 +44,8 @@ class Witness:
                 seen.setdefault(position, result.taps[row].copy())
         self._proposer.observe(seqs, commits, result)
 
-    def propose(self, seqs: list[Any], budgets: list[int]) -> list[DraftTree]:
-        drafts = self._proposer.propose(seqs, budgets)
+    def propose(self, seqs: list[Any], budgets: list[int], *rest: Any) -> list[DraftTree]:
+        drafts = self._proposer.propose(seqs, budgets, *rest)
         for seq, draft, budget in zip(seqs, drafts, budgets, strict=True):
             seen = self._rows.get(seq, {})
             if not draft.tokens or min(seen) > 0:
@@ -65,8 +65,8 @@ class Recorder:
         self.observe = proposer.observe
         self._propose = proposer.propose
 
-    def propose(self, seqs: list[Any], budgets: list[int]) -> list[DraftTree]:
-        drafts: list[DraftTree] = self._propose(seqs, budgets)
+    def propose(self, seqs: list[Any], budgets: list[int], *rest: Any) -> list[DraftTree]:
+        drafts: list[DraftTree] = self._propose(seqs, budgets, *rest)
         self.drafts += [draft.tokens for draft in drafts]
         return drafts
 

@@ -92,6 +92,33 @@ def test_a_valid_draft_is_unchanged() -> None:
     assert guard.failures == 0
 
 
+def test_each_node_may_have_a_confidence() -> None:
+    draft = DraftTree([1, 9], [-1, 0], [40, 2])
+    guard = Guard(Scripted([draft, draft._replace(confidence=[1])]), vocab_size=10)
+    drafts = guard.propose([View([1]), View([2])], [2, 2])
+    assert drafts == [draft._replace(confidence=[31, 2]), NO_DRAFT] and guard.failures == 1
+
+
+def test_a_proposer_with_a_width_learns_whether_depths_pay() -> None:
+    """Indices are those of the caller's sequences, though one has no budget."""
+    asked: list[tuple[int, list[int]]] = []
+
+    class Deep(Scripted):
+        traits = Scripted.traits._replace(width=1)
+
+        def propose(self, seqs: list[Any], budgets: list[int], pays: Any = None) -> Any:
+            assert pays(0, [3]) is False
+            return super().propose(seqs, budgets)
+
+    def pays(index: int, confidences: Any) -> bool:
+        asked.append((index, confidences))
+        return False
+
+    guard = Guard(Deep([DraftTree([1], [-1])]), vocab_size=10)
+    assert guard.propose([View([1]), View([2])], [0, 2], pays)[1].tokens == [1]
+    assert asked == [(1, [3])]
+
+
 def test_the_proposer_sees_only_sequences_with_a_budget() -> None:
     inner = Scripted([DraftTree([1], [-1]), GOOD])
     guard = Guard(inner, vocab_size=10)
@@ -264,4 +291,5 @@ def test_traits_of_the_proposers() -> None:
         rates = traits.acceptance
         assert traits._replace(acceptance=(0.5,)) == needs[name], name
         assert all(0 < rate < 1 for rate in rates), name
-        assert len(rates) == {"suffix": 20}.get(name, 1)  # one for each confidence
+        classes = {"suffix": 20, "draft_model": 9, "self_draft": 9}  # one rate for each
+        assert len(rates) == classes.get(name, 1)

@@ -17,6 +17,12 @@ def test_merged_chains_share_their_prefixes() -> None:
     assert merge([], 9) == DraftTree([], [])
 
 
+def test_pruned_nodes_keep_their_confidence() -> None:
+    tree = DraftTree([1, 2, 3], [-1, -1, 1], confidence=[4, 5, 6])
+    assert prune(tree, [1, 2]) == DraftTree([2, 3], [-1, 0], confidence=[5, 6])
+    assert prune(tree._replace(confidence=3), [1]) == DraftTree([2], [-1], confidence=3)
+
+
 def test_chains_in_a_tree_share_their_prefixes() -> None:
     tree = Tree(5)
     assert tree.add_chain([1, 2, 3]) == [0, 1, 2]

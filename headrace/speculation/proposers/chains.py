@@ -1,7 +1,10 @@
 """Chains of drafts, sampled with each sequence's own noise, one depth per launch."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from math import log
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +14,22 @@ from headrace.constraint import Constraint, Mask
 from headrace.kv.manager import Tables
 from headrace.kv.rows import TokenRun, batch_of_runs
 from headrace.logit_ops import Expand, Expanded, SamplerState, StepResult
-from headrace.proposer import SequenceView
+from headrace.proposer import SequenceView, always_pays
 
 TIME_LIMIT = 10.0
 """Seconds of one call, which may catch up with a long prompt."""
+_PROBABILITIES = (0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95)
+"""Least probabilities of the classes from 2 on; class 0 is for a node without one."""
+_SCORES = tuple(map(log, _PROBABILITIES))
+ACCEPTANCE = (0.5, 0.02, 0.08, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9)
+"""Assumed acceptance by class, before any is measured: a little below the probability."""
+
+_ALWAYS = partial(always_pays, 0)
+
+
+def confidence_class(score: float) -> int:
+    """Class of a node, from 1, by the logarithm of its probability."""
+    return 1 + bisect_right(_SCORES, score)
 
 
 @dataclass(slots=True, eq=False)
@@ -33,8 +48,12 @@ class Chain:
     """Allowed tokens below the end, if there is a constraint."""
     own_ids: Ints | None = None
     """The id of each token [vocab] in the model that drafts, or -1; None: it has the same ids."""
+    pays: Callable[[Sequence[int]], bool] = _ALWAYS
+    """Whether a draft goes on below nodes with these confidences."""
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
+    confidences: list[int] = field(default_factory=list)
+    """The class of each node; 0 if the backend returns no scores."""
     end: int = -1
     """The last node; -1 before the first."""
 
@@ -43,17 +62,22 @@ class Chain:
         return DraftTree(
             self.tokens,
             self.parents,
+            confidence=self.confidences if any(self.confidences) else 0,
             probabilities=np.array(self.probabilities) if self.probabilities else None,
         )
 
     @property
     def path(self) -> list[int]:
-        path: list[int] = []
+        return [self.tokens[node] for node in self._nodes()]
+
+    def _nodes(self) -> list[int]:
+        """The nodes from the root to the end."""
+        nodes: list[int] = []
         node = self.end
         while node >= 0:
-            path.append(self.tokens[node])
+            nodes.append(node)
             node = self.parents[node]
-        return path[::-1]
+        return nodes[::-1]
 
     @property
     def paths(self) -> list[list[int]]:
@@ -86,6 +110,8 @@ class Chain:
         self.budget -= min(width, self.num_left) - len(expanded.tokens)
         self.tokens += expanded.tokens
         self.parents += [self.end] * len(expanded.tokens)
+        scores = expanded.scores
+        self.confidences += map(confidence_class, scores) if scores else [0] * len(expanded.tokens)
         if self.probabilities is not None and expanded.probabilities is not None:
             self.probabilities.append(expanded.probabilities)
         self.end = node
@@ -99,11 +125,19 @@ class Chain:
             token = int(self.own_ids[token])
             if token < 0:  # the model that drafts cannot read the token
                 self.budget = len(self.tokens)
+        if self.num_left > 0 and not self.pays([self.confidences[i] for i in self._nodes()]):
+            self.budget = len(self.tokens)
         self.run = TokenRun([token], self.run.computed + len(self.run.tokens), self.run.tables)
 
 
 def chain(
-    seq: SequenceView, computed: int, tables: Tables, budget: int, *, probabilities: bool
+    seq: SequenceView,
+    computed: int,
+    tables: Tables,
+    budget: int,
+    *,
+    probabilities: bool,
+    pays: Callable[[Sequence[int]], bool] = _ALWAYS,
 ) -> Chain:
     """An empty chain after `computed` tokens with KV in `tables`."""
     index = seq.seq_id[1]
@@ -116,6 +150,7 @@ def chain(
         probabilities=[] if probabilities else None,
         constraint=seq.constraint,
         mask=None if seq.constraint is None else seq.constraint.mask,
+        pays=pays,
     )
 
 

@@ -12,6 +12,7 @@ those that the constraint allows.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, Self
 from weakref import WeakKeyDictionary, finalize
 
@@ -21,9 +22,9 @@ from headrace.batch import NO_DRAFT, Commit, DraftTree, Ints, RaggedBatch
 from headrace.kv.manager import KvManager, Tables
 from headrace.kv.rows import TokenRun, batch_of_runs, move_slots
 from headrace.logit_ops import Expand, SamplerState, StepResult
-from headrace.proposer import ProposerTraits, SequenceView
+from headrace.proposer import Pays, ProposerTraits, SequenceView, always_pays
 from headrace.record import frozen
-from headrace.speculation.proposers.chains import TIME_LIMIT, Chain, chain, grow
+from headrace.speculation.proposers.chains import ACCEPTANCE, TIME_LIMIT, Chain, chain, grow
 from headrace.speculation.proposers.trees import merge
 
 _CATCH_UP_ROWS = 512
@@ -128,7 +129,11 @@ class DraftModelProposer:
     ) -> None:
         """`vocabulary` is that of a draft model with another tokenizer than the target's."""
         self.traits = ProposerTraits(
-            depth * width, width, in_engine_thread=True, time_limit=TIME_LIMIT
+            depth * width,
+            width,
+            in_engine_thread=True,
+            time_limit=TIME_LIMIT,
+            acceptance=ACCEPTANCE,
         )
         self.kv = kv
         self._executable = executable
@@ -143,7 +148,9 @@ class DraftModelProposer:
             self._mapped = MappedLogits(executable, vocabulary.target_ids, vocab_size)
         self._contexts: WeakKeyDictionary[SequenceView, _DraftContext] = WeakKeyDictionary()
 
-    def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
+    def propose(
+        self, seqs: list[SequenceView], budgets: list[int], pays: Pays = always_pays
+    ) -> list[DraftTree]:
         chains: dict[int, Chain] = {}
         catching_up: list[tuple[_DraftContext, TokenRun]] = []
         rows_left = _CATCH_UP_ROWS
@@ -168,6 +175,7 @@ class DraftModelProposer:
             run = TokenRun(known[computed : computed + num_rows], computed, context.tables)
             if num_rows == num_uncomputed:
                 chains[i] = self._chain(seq, run, num_nodes)
+                chains[i].pays = partial(pays, i)
             else:
                 catching_up.append((context, run))
 

@@ -10,6 +10,7 @@ position whose row was not seen has no pair, and its neighbours lie side by side
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
@@ -22,9 +23,9 @@ from headrace.kv.manager import KvManager, Tables
 from headrace.kv.prefix import Hit, Node, PrefixCache
 from headrace.kv.rows import TokenRun, batch_of_runs, move_slots
 from headrace.logit_ops import Expanded, StepResult
-from headrace.proposer import ProposerTraits, SequenceView
+from headrace.proposer import Pays, ProposerTraits, SequenceView, always_pays
 from headrace.record import frozen
-from headrace.speculation.proposers.chains import TIME_LIMIT, Chain, chain
+from headrace.speculation.proposers.chains import ACCEPTANCE, TIME_LIMIT, Chain, chain
 from headrace.speculation.proposers.device_chains import grow_on_device
 
 Row = Any
@@ -99,6 +100,7 @@ class EagleProposer:
             width,
             in_engine_thread=True,
             time_limit=TIME_LIMIT,
+            acceptance=ACCEPTANCE,
             needs_taps=True,
         )
         self.kv = programs.kv
@@ -141,7 +143,9 @@ class EagleProposer:
         taps = result.taps
         return None if taps is None else lambda row: taps[row].copy()
 
-    def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
+    def propose(
+        self, seqs: list[SequenceView], budgets: list[int], pays: Pays = always_pays
+    ) -> list[DraftTree]:
         contexts = [self._context(seq, seq.computed) for seq in seqs]
         ready = {
             i: context
@@ -165,6 +169,7 @@ class EagleProposer:
                     context.tables,
                     min(budgets[i], self._max_depth(context) * self.traits.width),
                     probabilities=self._probabilities,
+                    pays=partial(pays, i),
                 )
                 grown.run = pairs.run
                 chains[i] = grown, pairs

@@ -5,12 +5,13 @@ writes again. (Zhang et al. 2024, Draft & Verify; Elhoushi et al. 2024, LayerSki
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from headrace.backend import Executable
 from headrace.batch import NO_DRAFT, Commit, DraftTree, RaggedBatch
 from headrace.logit_ops import Expand, StepResult
-from headrace.proposer import ProposerTraits, SequenceView
-from headrace.speculation.proposers.chains import TIME_LIMIT, Chain, chain, grow
+from headrace.proposer import Pays, ProposerTraits, SequenceView, always_pays
+from headrace.speculation.proposers.chains import ACCEPTANCE, TIME_LIMIT, Chain, chain, grow
 
 _MAX_UNCOMPUTED = 16
 """Tokens without KV, which are computed twice. More cost more than a draft gains."""
@@ -27,15 +28,28 @@ class SelfDraftProposer:
         probabilities: bool,
     ) -> None:
         self.traits = ProposerTraits(
-            depth * width, width, in_engine_thread=True, time_limit=TIME_LIMIT
+            depth * width,
+            width,
+            in_engine_thread=True,
+            time_limit=TIME_LIMIT,
+            acceptance=ACCEPTANCE,
         )
         self._executable = executable
         self._block_size = block_size
         self._probabilities = probabilities
 
-    def propose(self, seqs: list[SequenceView], budgets: list[int]) -> list[DraftTree]:
+    def propose(
+        self, seqs: list[SequenceView], budgets: list[int], pays: Pays = always_pays
+    ) -> list[DraftTree]:
         chains = {
-            i: chain(seq, seq.computed, seq.tables, nodes, probabilities=self._probabilities)
+            i: chain(
+                seq,
+                seq.computed,
+                seq.tables,
+                nodes,
+                probabilities=self._probabilities,
+                pays=partial(pays, i),
+            )
             for i, (seq, nodes) in enumerate(zip(seqs, budgets, strict=True))
             if nodes > 0 and len(seq.known) - seq.computed <= _MAX_UNCOMPUTED
         }

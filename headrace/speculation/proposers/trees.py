@@ -57,5 +57,10 @@ def prune(draft: DraftTree, kept: list[int]) -> DraftTree:
     return draft._replace(
         tokens=[draft.tokens[node] for node in kept],
         parents=[place[draft.parents[node]] for node in kept],
+        confidence=(
+            [draft.confidence[node] for node in kept]
+            if isinstance(draft.confidence, list)
+            else draft.confidence
+        ),
         probabilities=None if draft.probabilities is None else draft.probabilities[kept],
     )
