@@ -88,6 +88,32 @@ class ShiftedSampleOps(Sequence[SampleOp]):
         return iter(self._shifted)
 
 
+class LaterExpands(Sequence["Expand"]):
+    """The first `count` expand ops of an earlier launch, `shift` positions later: the next depth of
+    chains of drafts.
+
+    An executable that has already prepared `ops` need not look at each of them again.
+    """
+
+    def __init__(self, ops: Sequence["Expand"], shift: int, count: int) -> None:
+        self.ops = ops
+        self.shift = shift
+        self._count = count
+
+    @cached_property
+    def _later(self) -> list["Expand"]:
+        return [op._replace(position=op.position + self.shift) for op in self.ops[: self._count]]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._later[index]
+
+    def __iter__(self) -> Iterator["Expand"]:
+        return iter(self._later)
+
+
 class SampleResult(NamedTuple):
     """Result of a `SampleOp`."""
 

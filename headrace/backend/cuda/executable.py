@@ -28,8 +28,7 @@ from headrace.backend.cuda.launch import Launch
 from headrace.backend.cuda.lower import lower
 from headrace.backend.cuda.lowering import Lowering
 from headrace.backend.cuda.memory import device_errors
-from headrace.backend.cuda.plain_samples import PlainStep
-from headrace.backend.cuda.sampling import DeviceSampler, SampleStep
+from headrace.backend.cuda.sampling import AnyStep, DeviceSampler
 from headrace.backend.cuda.sampling_layout import SampleLayout, common_layouts
 from headrace.backend.cuda.step_input import StepInput, max_ints
 from headrace.backend.cuda.step_shape import (
@@ -218,7 +217,7 @@ class CudaExecutable:
         self._stream.catch_up()
         self._num_launches += 1
 
-        sampling = repeated or self._sampler.begin(ops)
+        sampling = repeated or self._sampler.begin(ops, with_chains=inputs is not None)
         slot = None
         try:
             slot = self._slots.next()
@@ -234,7 +233,7 @@ class CudaExecutable:
     def _run_programs(
         self,
         batch: RaggedBatch,
-        sampling: SampleStep | PlainStep,
+        sampling: AnyStep,
         slot: Slot,
         inputs: DeviceInput | None,
     ) -> Plan:
@@ -274,7 +273,7 @@ class CudaExecutable:
     def _sent_plan(
         self,
         batch: RaggedBatch,
-        sampling: SampleStep | PlainStep,
+        sampling: AnyStep,
         slot: Slot,
         name: str,
         inputs: DeviceInput | None = None,
@@ -403,7 +402,7 @@ class CudaExecutable:
         self,
         plan: Plan,
         batch: RaggedBatch,
-        sampling: SampleStep | PlainStep,
+        sampling: AnyStep,
         slot: Slot,
         host: HostArray,
     ) -> None:
@@ -465,7 +464,7 @@ class CudaExecutable:
         self,
         plan: Plan,
         batch: RaggedBatch,
-        sampling: SampleStep | PlainStep,
+        sampling: AnyStep,
         ops: Sequence[LogitOp],
         sampled: torch.Tensor,
         slot: Slot,

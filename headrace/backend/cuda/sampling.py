@@ -7,6 +7,7 @@ almost equals `top_p` may differ, by rounding.
 """
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any, cast
 
 import numpy as np
@@ -29,6 +30,7 @@ from headrace.logit_ops import (
     ALL_LOGPROBS,
     Expand,
     Expanded,
+    LaterExpands,
     LogitOp,
     LogitOpResult,
     SampleOp,
@@ -58,7 +60,7 @@ class SampleStep:
 
     def __init__(self, ops: Sequence[LogitOp], samplers: DeviceSamplers) -> None:
         self.indices = [i for i, op in enumerate(ops) if runs_on_device(op)]
-        self._samplers = samplers
+        self.samplers = samplers
         self._pending: list[PendingOp] = []
         self._templates: list[Ints] = []
         self._rows: list[tuple[int, ...]] = []  # columns ROW to IS_ADJUSTED of each sample
@@ -69,7 +71,11 @@ class SampleStep:
         self._num_masks = 0
         self._described: list[tuple[int, int, int, int]] = []
         self._nodes, self._top = 1, 0
-        self._is_adjusted = self._is_noisy = self._is_filtered = False
+        # Whether all ops are expand ops without masks, and how many positions later their
+        # entries are the same
+        self._is_chains = all(isinstance(op, Expand) and op.masks is None for op in ops)
+        self._max_shift: float = inf
+        self._is_adjusted = self._is_noisy = self._is_filtered = self._has_state = False
         try:
             for i in self.indices:
                 self._add(i, ops[i])
@@ -82,7 +88,7 @@ class SampleStep:
         # The launch has failed: the device's state of its samplers is unknown.
         for pending in self._pending:
             if not isinstance(pending.op, Score):
-                self._samplers.finish_launch(cast(Sampler, pending.op.sampler), [], is_known=False)
+                self.samplers.finish_launch(cast(Sampler, pending.op.sampler), [], is_known=False)
 
     def _add(self, index: int, op: LogitOp) -> None:
         if isinstance(op, Score):
@@ -96,7 +102,7 @@ class SampleStep:
     def _add_samples(
         self, index: int, op: SampleOp | Expand, draft: DraftTree, num_logprobs: int
     ) -> None:
-        sampler = self._samplers.start_launch(cast(Sampler, op.sampler))
+        sampler = self.samplers.start_launch(cast(Sampler, op.sampler))
         first, num_rows = len(self._rows), 1 + len(draft.tokens)
         self._pending.append(
             PendingOp(op, first, len(self._described) if num_logprobs >= 0 else -1)
@@ -113,6 +119,7 @@ class SampleStep:
                 paths.append([*paths[parent + 1], token])
             position = op.position + len(paths[node])
             entries = sampler.entries(position, paths[node])
+            self._max_shift = min(self._max_shift, sampler.max_shift(position))
             node_mask = mask + node if mask >= 0 else -1
             is_adjusted = len(entries) > 0 or mask >= 0 or sampler.slot >= 0
             self._rows.append(
@@ -137,11 +144,12 @@ class SampleStep:
                 self._describe(op.row + node, first + node, -1, num_logprobs)
         self._op_rows.append((first, num_rows, sampler.slot, index))
         self._nodes = max(self._nodes, num_rows)
+        self._has_state |= sampler.has_penalties
         self._is_noisy |= sampler.is_noisy
         self._is_filtered |= sampler.is_filtered
 
     def _describe(self, row: int, sample: int, token: int, num_logprobs: int) -> None:
-        top = min(num_logprobs, self._samplers.state.shape[1])
+        top = min(num_logprobs, self.samplers.state.shape[1])
         self._described.append((row, sample, token, top))
         self._top = max(self._top, top)
 
@@ -157,11 +165,25 @@ class SampleStep:
             masks=masks,
             described=described,
             top=top,
-            slots=len(self._samplers.state),
+            slots=len(self.samplers.state),
             is_adjusted=self._is_adjusted,
             is_noisy=self._is_noisy,
             is_filtered=self._is_filtered,
         )
+
+    def goes_on(self, shift: int) -> bool:
+        """Whether the samples differ only by their positions, `shift` positions later."""
+        return self._is_chains and shift <= self._max_shift
+
+    def samplers_with_state(self, count: int) -> dict[int, Sampler]:
+        """The samplers of the first `count` ops that have penalties, by the number of the op."""
+        if not self._has_state:
+            return {}
+        ops = [pending.op for pending in self._pending[:count]]
+        samplers = {
+            i: cast(Sampler, op.sampler) for i, op in enumerate(ops) if isinstance(op, Expand)
+        }
+        return {i: sampler for i, sampler in samplers.items() if sampler.has_penalties}
 
     def fill(self, host: Ints) -> None:
         samples, ops, entries, described = self.layout.inputs(host)
@@ -192,10 +214,46 @@ class SampleStep:
         for pending, (tokens, result) in zip(self._pending, results, strict=True):
             if not isinstance(pending.op, Score):
                 kept = [] if result is None else tokens
-                self._samplers.finish_launch(
+                self.samplers.finish_launch(
                     cast(Sampler, pending.op.sampler), kept, is_known=len(kept) == len(tokens)
                 )
         return [result for _, result in results]
+
+
+class LaterStep:
+    """Samples of the next depth of chains: the first samples of a step, some positions later."""
+
+    def __init__(self, step: SampleStep, area: Ints, shift: int, count: int) -> None:
+        self.layout, self.indices = step.layout, range(count)
+        self._step, self._area, self._shift = step, area, shift
+        for sampler in step.samplers_with_state(count).values():
+            step.samplers.start_launch(sampler)
+
+    def fill(self, host: Ints) -> None:
+        host[:] = self._area
+        samples, ops, *_ = self.layout.inputs(host)
+        count = len(self.indices)
+        samples[:count, table.POSITION.value] += self._shift
+        samples[count:, _FIRST_OF_STEP] = -1
+        ops[count:, table.FIRST_SAMPLE.value] = -1
+
+    def fill_masks(self, host: NDArray[np.uint32]) -> None: ...
+
+    def read(self, host: Ints) -> list[LogitOpResult]:
+        tokens, _, counts = self.layout.results(host)[0][:, : len(self.indices)].tolist()
+        for i, sampler in self._step.samplers_with_state(len(self.indices)).items():
+            self._step.samplers.finish_launch(sampler, [tokens[i]] if counts[i] else [])
+        return [
+            Expanded([token], None) if count else None
+            for token, count in zip(tokens, counts, strict=True)
+        ]
+
+    def cancel(self) -> None:
+        for sampler in self._step.samplers_with_state(len(self.indices)).values():
+            self._step.samplers.finish_launch(sampler, [], is_known=False)
+
+
+AnyStep = SampleStep | PlainStep | LaterStep
 
 
 class DeviceSampler:
@@ -210,6 +268,8 @@ class DeviceSampler:
         self._samplers, self._plain = DeviceSamplers(vocab, device), PlainSamples()
         self._adjusted = torch.empty((0, -(-vocab // 16) * 16), dtype=torch.float32, device=device)
         self._vocab, self._chunk, self._listed = vocab, chunk, listed
+        # The last ops that may begin chains, with their step and its filled area
+        self._chains: tuple[Sequence[LogitOp], SampleStep, Ints] | None = None
 
     @property
     def num_slots(self) -> int:
@@ -228,17 +288,38 @@ class DeviceSampler:
         ]
         return any(map(self._samplers.must_wait, samplers))
 
-    def repeat(self, ops: Sequence[LogitOp]) -> PlainStep | None:
-        """A step without `begin`, for plain ops that are the last ones at other positions."""
+    def repeat(self, ops: Sequence[LogitOp]) -> PlainStep | LaterStep | None:
+        """A step without `begin`, for plain ops or chains that are the last ones at other
+        positions.
+        """
+        if isinstance(ops, LaterExpands):
+            return self._later(ops)
         return self._plain.repeat(ops, len(self._samplers.state))
 
-    def begin(self, ops: Sequence[LogitOp]) -> SampleStep:
-        """The step of a launch's ops. Call once per launch, in order."""
+    def _later(self, later: LaterExpands) -> LaterStep | None:
+        if self._chains is None:
+            return None
+        ops, step, area = self._chains
+        is_same = later.ops is ops and step.layout.slots == self.num_slots
+        if not is_same or not step.goes_on(later.shift):
+            return None
+        return LaterStep(step, area, later.shift, len(later))
+
+    def begin(self, ops: Sequence[LogitOp], *, with_chains: bool = False) -> SampleStep:
+        """The step of a launch's ops. Call once per launch, in order.
+
+        `with_chains`: the ops are expand ops of chains, which may go on (`LaterExpands`).
+        """
         if len(ops) > _MAX_OPS:
             raise ValueError(f"launch of {len(ops)} ops exceeds {_MAX_OPS}; split the step")
         step = SampleStep(ops, self._samplers)
         if not step.layout.is_adjusted:
             self._plain.keep(ops, step.layout, step.fill)
+        self._chains = None
+        if with_chains and step.goes_on(0):
+            area = np.zeros(step.layout.num_ints, np.int32)
+            step.fill(area)
+            self._chains = ops, step, area
         return step
 
     def set_last_tokens(self, indices: Sequence[int], values: Sequence[LogitOpResult]) -> None:

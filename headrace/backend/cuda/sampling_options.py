@@ -7,6 +7,7 @@ the state is uploaded again.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 from weakref import ref
 
@@ -36,6 +37,11 @@ class SamplerRecord:
     # tokens of the sampler in the device's copy, without launches in flight
     num_appended: int = -1
     num_in_flight: int = 0  # Unread launches that sample with it
+
+    def max_shift(self, position: int) -> float:
+        """How many positions after `position` the entries stay the same."""
+        bans = self.banned and position < self.banned_until
+        return self.banned_until - 1 - position if bans else inf
 
     def entries(self, position: int, path: list[int]) -> Ints:  # [entries, 4]
         """Tokens whose logits are adjusted after a draft path, in addition to the state."""

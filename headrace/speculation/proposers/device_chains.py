@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from headrace.backend import DeviceDrafter
 from headrace.batch import RaggedBatch, ints
 from headrace.kv.rows import TokenRun, batch_of_runs
-from headrace.logit_ops import Expand, Expanded, Ticket
+from headrace.logit_ops import Expanded, LaterExpands
 from headrace.speculation.proposers.chains import Chain
 
 Pairs = tuple[Chain, Sequence[object]]
@@ -40,16 +40,14 @@ def grow_on_device(
 def _run_ahead(
     drafter: DeviceDrafter, chains: Sequence[Chain], rows: Sequence[object], _: int, block_size: int
 ) -> None:
-    launched: list[tuple[list[Chain], Ticket]] = []
-    for depth in range(chains[0].num_left):
+    batch = batch_of_runs([each.run for each in chains], block_size, logits=True)
+    ops = [each.expand(row, 1) for row, each in enumerate(chains)]
+    launched = [(list(chains), drafter.start(batch, ops, rows))]
+    for depth in range(1, chains[0].num_left):
         going = [each for each in chains if each.num_left > depth]
-        ops = [_expand(each, row, depth) for row, each in enumerate(going)]
-        if depth == 0:
-            batch = batch_of_runs([each.run for each in going], block_size, logits=True)
-            ticket = drafter.start(batch, ops, rows)
-        else:
-            ticket = drafter.follow(_drawn(going, depth, block_size), ops, range(len(going)))
-        launched.append((going, ticket))
+        later = LaterExpands(ops, depth, len(going))
+        batch = _drawn(going, depth, block_size)
+        launched.append((going, drafter.follow(batch, later, range(len(going)))))
 
     ended = set[int]()
     for going, ticket in launched:
@@ -59,10 +57,6 @@ def _run_ahead(
                 each.grow(value, 1)
             else:
                 ended.add(id(each))
-
-
-def _expand(each: Chain, row: int, depth: int) -> Expand:
-    return each.expand(row, 1)._replace(position=each.position + depth)
 
 
 def _drawn(chains: Sequence[Chain], depth: int, block_size: int) -> RaggedBatch:
