@@ -365,10 +365,13 @@ void bind_plan(nb::module_& m) {
           },
           nb::arg("isa"), nb::arg("threads"))
       .def(
-          "__init__", [](Plan* self, Plan* shared) { new (self) Plan(&available(*shared)); },
-          nb::arg("shared"), nb::keep_alive<1, 2>(),
-          "A plan over the weights and KV of another, which never runs at the same time. It has no "
-          "ops, buffers and adapters yet.")
+          "__init__",
+          [](Plan* self, Plan* shared, bool own_kv) {
+            new (self) Plan(&available(*shared), own_kv);
+          },
+          nb::arg("shared"), nb::arg("own_kv") = false, nb::keep_alive<1, 2>(),
+          "A plan over the weights of another, which never runs at the same time, and over its KV "
+          "or KV of its own. It has no ops, buffers and adapters yet.")
       .def(
           "add_kv_group",
           [](Plan& p, int layers, int kv_heads, int key_dim, int value_dim, int window, int blocks,

@@ -36,10 +36,10 @@ Plan::Plan(const Kernels* kernels, std::shared_ptr<Pool> pool)
       deal_(pool_->threads()),
       kv_ahead_(std::make_unique<KvAhead>(pool_->threads())) {}
 
-Plan::Plan(Plan* shared)
+Plan::Plan(Plan* shared, bool own_kv)
     : kernels_(shared->kernels_),
       pool_(shared->pool_),
-      kv_(shared->kv_),
+      kv_(own_kv ? std::make_shared<std::vector<KvGroup>>() : shared->kv_),
       float_activations_(shared->float_activations_),
       weights_(shared->weights_),
       packing_(pool_),

@@ -143,9 +143,9 @@ class Plan {
   // The pool may be that of another plan that never runs at the same time.
   Plan(const Kernels* kernels, std::shared_ptr<Pool> pool);
   // A plan over the weights and KV of another, which must outlive it and never runs at the
-  // same time. It has no ops, buffers and adapters yet. Weights and vectors keep their
-  // numbers; it may add its own.
-  explicit Plan(Plan* shared);
+  // same time; with `own_kv` it begins without KV groups. It has no ops, buffers and adapters yet.
+  // Weights and vectors keep their numbers; it may add its own.
+  Plan(Plan* shared, bool own_kv);
   ~Plan();
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
