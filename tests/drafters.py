@@ -1,8 +1,9 @@
 """Random EAGLE-3 drafters, the folders of their layouts, and their equations in NumPy."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,35 @@ def random_eagle1(
     head = tensors["embed" if target.tied_embeddings else "head"]
     shared = {"embed": tensors["embed"], "target_norm": tensors["norm"], "head": head}
     return Drafter(spec, random_tensors(spec, seed) | shared, tokens=None)
+
+
+def random_mtp(model: tuple[ModelSpec, Tensors], seed: int = 0) -> Drafter:
+    """A layer for drafts of the model's own shape, with its embedding, last norm and head."""
+    target, tensors = model
+    drafter = DrafterSpec(
+        taps=(target.num_layers,), target_dim=target.dim, vocab_size=target.vocab_size
+    )
+    spec = replace(
+        target,
+        architecture="mtp",
+        num_layers=1,
+        windows=(),
+        rotated=(),
+        experts=replace(target.experts, dense_layers=()) if target.experts else None,
+        tied_embeddings=False,
+        drafter=drafter,
+    )
+    head = tensors["embed" if target.tied_embeddings else "head"]
+    shared = {"embed": tensors["embed"], "target_norm": tensors["norm"], "head": head}
+    return Drafter(spec, random_tensors(spec, seed) | shared, tokens=None)
+
+
+DRAFTERS: Mapping[str, Callable[[tuple[ModelSpec, Tensors]], Drafter]] = {
+    "EAGLE-3": partial(random_drafter, vocab=30),
+    "EAGLE-1": random_eagle1,
+    "MTP": random_mtp,
+}
+"""Random drafters of a model, by kind."""
 
 
 def write_eagle1(

@@ -37,7 +37,7 @@ from tests.composability import (
     title,
 )
 from tests.draft_engines import draft_engine
-from tests.drafters import random_drafter
+from tests.drafters import DRAFTERS
 from tests.engine.test_adapters import adapter_of
 from tests.engine.test_promise import Ask, same
 from tests.engine.test_promise_real import KV, checkpoint, engine_on
@@ -111,8 +111,8 @@ def engine_of(
             layers = EXIT_LAYERS if options.get("early_exit") else made[0].num_layers
             weights = mode_model(mode, format) if mode else model(format)
             draft |= {"weights": weights, "layers": range(layers)}
-        if vocab := draft.pop("drafted_tokens", 0):
-            draft["drafter"] = random_drafter(made, vocab=vocab)
+        if kind := draft.pop("drafter", ""):
+            draft["drafter"] = DRAFTERS[kind](made)
         return draft_engine(made, **{"kv_dtype": "bf16", **options, **draft})[0]
     if method.options["proposer"] == "auto" and options.get("early_exit"):
         auto = {"how": "auto", "enabled": ["self_draft"]}

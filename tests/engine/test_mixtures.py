@@ -12,6 +12,7 @@ from headrace.outputs import RequestOutput
 from tests.calibration_files import with_files
 from tests.composability import MODES, Option
 from tests.draft_engines import draft_engine
+from tests.drafters import DRAFTERS
 from tests.engine.test_adapters import adapter_of
 from tests.engine.test_composability import LONG, ROOMY, mode_model
 from tests.mixtures import ARRIVALS, ASKS, MIXTURES, Arrival, Ask, mixture_is_right, result_of
@@ -27,6 +28,10 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "draft model": {"how": "draft_model", "width": 2},
     "other tokens": {"how": "draft_model", "draft_tokens": "shared", "width": 2},
     "few shared tokens": {"how": "draft_model", "draft_tokens": "other"},
+    "EAGLE-3": {"how": "draft_model", "width": 2},
+    "EAGLE-1": {"how": "draft_model"},
+    "MTP": {"how": "draft_model", "depth": 2, "width": 2},
+    "Medusa heads": {"how": "medusa", "width": 2},
     "all": {"how": "auto"},
 }
 LONGER = [
@@ -99,7 +104,9 @@ def test_mixtures_have_the_tokens_of_single_requests(
     if ranks > 1:
         options["compile"] = compile_two_ranks
     if drafts in DRAFTS:
-        engine = draft_engine(mode_model(mode), **DRAFTS[drafts], **options)[0]
+        kind = DRAFTERS.get(drafts)
+        drafter = kind(mode_model(mode)) if kind else None
+        engine = draft_engine(mode_model(mode), drafter=drafter, **DRAFTS[drafts], **options)[0]
     else:
         engine = tiny_engine(mode_model(mode), "cpu", proposer=drafts, **options)
     asks = [

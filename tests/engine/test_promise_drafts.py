@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headrace.speculation.proposers.draft_model import DraftModelProposer
 from headrace.speculation.proposers.eagle import EagleProposer
 from tests.draft_engines import draft_engine
-from tests.drafters import random_drafter
+from tests.drafters import DRAFTERS
 from tests.engine.test_promise import EOS, LOADS, VOCAB, alone, keeps_the_promise, model
 from tests.tiny import tiny_model
 
@@ -23,7 +23,7 @@ DRAFTS = {
 @settings(max_examples=80, deadline=None)
 @given(
     how=st.sampled_from(["draft_model", "self_draft", "medusa", "auto"]),
-    draft=st.sampled_from([*DRAFTS, "all tokens", "some tokens"]),
+    draft=st.sampled_from([*DRAFTS, *DRAFTERS]),
     draft_tokens=st.sampled_from(["", "shared", "other"]),
     depth=st.integers(1, 6),
     width=st.integers(1, 3),
@@ -34,8 +34,8 @@ DRAFTS = {
 def test_same_request_same_tokens(
     which: int, order: list[int], kv_dtype: str, draft: str, stagger: int, **options: Any
 ) -> None:
-    vocab = {"all tokens": 0, "some tokens": 25}.get(draft)
-    drafter = None if vocab is None else random_drafter(model(which), vocab=vocab)
+    kind = DRAFTERS.get(draft)
+    drafter = kind(model(which)) if kind else None
     engine, proposers = draft_engine(
         model(which),
         draft=DRAFTS.get(draft),
