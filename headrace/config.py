@@ -210,8 +210,8 @@ class EngineConfig:
     draft_model: str = ""
     """Draft model for `draft_model`: an alias, path, `hf:` or `pypi:` name of a smaller
     model, the folder of an EAGLE drafter of the model, or `mtp` for the layer for
-    drafts in the model's own files (DeepSeek-V3). A model with another vocabulary drafts
-    by text, and fewer of its tokens are accepted.
+    drafts in the model's own files (DeepSeek-V3, MiMo). A model with another vocabulary
+    drafts by text, and fewer of its tokens are accepted.
     """
     draft_format: DraftFormat = "q4_1"
     """Format on `cpu` of those matrices of an EAGLE-3 drafter, or of the layer for drafts, that

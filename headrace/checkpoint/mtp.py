@@ -1,53 +1,99 @@
-"""Opens the layer for drafts that follows the last layer in a model's files (`model/mtp.py`)."""
+"""Opens the layer for drafts that a model has in its own files (`model/mtp.py`)."""
 
 from dataclasses import replace
 
 from headrace.checkpoint.assemble import assemble
 from headrace.checkpoint.drafter import Drafter
+from headrace.checkpoint.gguf import Metadata
 from headrace.checkpoint.load import Checkpoint, checked_spec
 from headrace.errors import RequestError
 from headrace.model import FAMILIES
-from headrace.model.family import Layout
-from headrace.model.mtp import TENSORS
-from headrace.model.spec import DrafterSpec
+from headrace.model.family import DraftLayers, Layout, TensorSource
+from headrace.model.spec import DrafterSpec, ModelSpec
 
 
 def open_mtp(target: Checkpoint) -> Drafter:
     """Open the first layer for drafts of a model. Raises RequestError if its files have none."""
-    name, spec = target.path.name, target.spec
-    layout = FAMILIES[spec.architecture].config
-    prefix = layout.layer_prefix if layout else ""
-    own = f"{prefix}{spec.num_layers}."
-    stored = {
-        f"{prefix}0.{key.removeprefix(own)}": tensor
-        for key, tensor in target.stored.items()
-        if prefix and key.startswith(own)
-    }
-    if not layout or not stored:
+    name, layout = target.path.name, _layout(target)
+    layers = layout.draft_layers if layout else None
+    if not layout or not layers or not num_draft_layers(target):
         raise RequestError(
             f"draft_model is 'mtp', but {name} has no layers for drafts (multi-token prediction); "
             "choose a model with them, such as DeepSeek-V3, or another draft model"
         )
+    if not layers.tensors:
+        raise RequestError(
+            f"draft_model is 'mtp', and {name} has layers for drafts, but Headrace has no "
+            f"equations for those of {target.spec.architecture} models; choose another draft model"
+        )
 
-    place = TENSORS["target_norm"].name
-    stored[place] = target.stored[place]
-    experts = replace(spec.experts, dense_layers=()) if spec.experts else None
-    drafter = replace(
-        spec,
+    spec = _spec(target.spec, layers)
+    own = f"{layers.prefix}{target.spec.num_layers if layers.follows_last else 0}."
+    home = layout.tensors["layers.{}.attn_norm"].name.partition("{}")[0] + "0."
+    stored = {
+        home + key.removeprefix(own): tensor
+        for key, tensor in target.stored.items()
+        if key.startswith(own)
+    }
+    places = {ours: TensorSource(home + file) for ours, file in layers.tensors.items()}
+    places["target_norm"] = layout.tensors["norm"]
+
+    # Layers that have no embedding or head read the model's.
+    head = target.tensors["embed" if target.spec.tied_embeddings else "head"]
+    borrowed = {"embed": target.tensors["embed"], "head": head}
+    borrowed = {
+        ours: tensor
+        for ours, tensor in borrowed.items()
+        if ours not in places or places[ours].name not in stored
+    }
+    for ours in borrowed:
+        places.setdefault(ours, TensorSource(f"{home}{ours}"))
+    borrowed["target_norm"] = target.tensors["norm"]
+    stored |= {places[ours].name: tensor for ours, tensor in borrowed.items()}
+
+    sources = Layout(
+        architectures=("mtp",),
+        tensors={**layout.tensors, **places},
+        alternatives=layout.alternatives,
+    )
+    tensors = assemble(checked_spec(spec, name), sources, stored, name)
+    return Drafter(spec, tensors | borrowed, tokens=None)
+
+
+def num_draft_layers(target: Checkpoint) -> int:
+    """Return the number of layers for drafts in a model's files."""
+    layout = _layout(target)
+    layers = layout.draft_layers if layout else None
+    if not layers:
+        return 0
+    found = {
+        name.removeprefix(layers.prefix).partition(".")[0]
+        for name in target.stored
+        if layers.has(name, target.spec.num_layers)
+    }
+    return len(found)
+
+
+def _layout(target: Checkpoint) -> Layout | None:
+    family = FAMILIES[target.spec.architecture]
+    return family.gguf if isinstance(target.tokenizer_source, Metadata) else family.config
+
+
+def _spec(target: ModelSpec, layers: DraftLayers) -> ModelSpec:
+    drafter = DrafterSpec(
+        taps=(target.num_layers,),
+        target_dim=target.dim,
+        vocab_size=target.vocab_size,
+        row_first=layers.row_first,
+        drafts_from_normed=layers.drafts_from_normed,
+    )
+    return replace(
+        target,
         architecture="mtp",
         num_layers=1,
         windows=(),
         rotated=(),
-        experts=experts,
+        experts=replace(target.experts, dense_layers=()) if target.experts else None,
         tied_embeddings=False,
-        drafter=DrafterSpec(
-            taps=(spec.num_layers,), target_dim=spec.dim, vocab_size=spec.vocab_size
-        ),
+        drafter=drafter,
     )
-    tensors = assemble(
-        checked_spec(drafter, name),
-        Layout(architectures=("mtp",), tensors={**layout.tensors, **TENSORS}),
-        stored,
-        name,
-    )
-    return Drafter(drafter, tensors, tokens=None)

@@ -12,7 +12,7 @@ from headrace.checkpoint.drafter import Drafter
 from headrace.checkpoint.drafters import is_drafter, open_drafter
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.medusa import num_heads, read_heads
-from headrace.checkpoint.mtp import open_mtp
+from headrace.checkpoint.mtp import num_draft_layers, open_mtp
 from headrace.checkpoint.source import resolve
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.checkpoint.translation import Translator
@@ -134,6 +134,18 @@ def open_draft_checkpoints(
         heads = read_heads(Path(config.medusa_heads), target.spec, load_tokenizer().vocab_size)
     return DraftCheckpoints(
         draft=draft, translator=translator, drafter=drafter, heads=heads, self_draft=self_draft
+    )
+
+
+def unused_layers(config: EngineConfig, target: Checkpoint) -> str:
+    """Return a note about layers for drafts that the model's files have and nobody uses; or ""."""
+    count = 0 if config.draft_model == OWN_LAYERS else num_draft_layers(target)
+    if not count:
+        return ""
+    layers = f"{count:,} layer{'s' if count > 1 else ''}"
+    return (
+        f"{target.path.name}: {layers} for drafts (multi-token prediction) in the files, not used; "
+        f"draft_model={OWN_LAYERS!r} drafts with the first"
     )
 
 

@@ -20,7 +20,12 @@ from headrace.errors import RequestError
 from headrace.loader.activation_sparsity import check_activation_sparsity, whole_matrices
 from headrace.loader.backend_choice import with_backend
 from headrace.loader.chat_template import read_chat_template
-from headrace.loader.drafts import compile_draft_models, open_draft_checkpoints, target_program
+from headrace.loader.drafts import (
+    compile_draft_models,
+    open_draft_checkpoints,
+    target_program,
+    unused_layers,
+)
 from headrace.loader.early_exit import check_early_exit, with_exit_map
 from headrace.loader.memory import default_logit_rows, draft_rows, fit_memory, step_rows
 from headrace.loader.mode_price import losses, mode_price
@@ -134,6 +139,8 @@ def load_engine(
     `load_model`. Raises as `load_model`.
     """
     for note in checkpoint.notes:
+        _log.warning(note)
+    if note := unused_layers(config, checkpoint):
         _log.warning(note)
     drafts = open_draft_checkpoints(config, checkpoint, load_tokenizer)
     config = with_backend(config, checkpoint, drafts)

@@ -4,7 +4,14 @@ from dataclasses import replace
 
 from headrace.model import from_config, from_gguf
 from headrace.model.decoder import decoder, sequential
-from headrace.model.family import ConfigLayout, Family, GgufLayout, Tensors, TensorSource
+from headrace.model.family import (
+    ConfigLayout,
+    DraftLayers,
+    Family,
+    GgufLayout,
+    Tensors,
+    TensorSource,
+)
 from headrace.model.fields import Fields
 from headrace.model.rope import yarn_temperature
 from headrace.model.sources import mla_heads, mla_rows, weights
@@ -97,7 +104,6 @@ def _gguf(fields: Fields, tensors: Tensors) -> ModelSpec:
     spec = from_gguf.decoder_spec(
         fields, tensors, "deepseek2", head_dim=head_dim, computed=computed
     )
-    fields.require_neutral({"deepseek2.nextn_predict_layers": (0,)})
     scoring = fields.integer("deepseek2.expert_gating_func", 1)
     if scoring not in (1, 2):
         raise fields.unsupported("deepseek2.expert_gating_func")
@@ -195,6 +201,17 @@ DEEPSEEK_V2 = Family(
         spec=_gguf,
         tensors=_GGUF_TENSORS,
         alternatives=(mla_heads("blk.{}.attn_kv_b.weight"),),
+        draft_layers=DraftLayers(
+            prefix="blk.",
+            tensors={
+                "embed": "nextn.embed_tokens.weight",
+                "token_norm": "nextn.enorm.weight",
+                "row_norm": "nextn.hnorm.weight",
+                "join": "nextn.eh_proj.weight",
+                "norm": "nextn.shared_head_norm.weight",
+                "head": "nextn.shared_head_head.weight",
+            },
+        ),
     ),
 )
 DEEPSEEK_V3 = Family(
@@ -204,6 +221,16 @@ DEEPSEEK_V3 = Family(
         architectures=("DeepseekV3ForCausalLM", "deepseek_v3"),
         spec=_v3_config,
         tensors=_CONFIG_TENSORS,
-        layer_prefix="model.layers.",
+        draft_layers=DraftLayers(
+            prefix="model.layers.",
+            tensors={
+                "embed": "embed_tokens.weight",
+                "token_norm": "enorm.weight",
+                "row_norm": "hnorm.weight",
+                "join": "eh_proj.weight",
+                "norm": "shared_head.norm.weight",
+                "head": "shared_head.head.weight",
+            },
+        ),
     ),
 )

@@ -41,6 +41,33 @@ class TensorSource:
 
 
 @frozen(eq=False, kw_only=True)
+class DraftLayers:
+    """The names of layers for drafts in a model's own files (multi-token prediction)."""
+
+    prefix: str
+    """Start of their names, before the number of the layer."""
+    follows_last: bool = True
+    """Whether they are numbered after the model's layers, or else from 0."""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """Names after the number by our names, without tensors of the model's blocks; empty: the family
+    has no equations for them.
+    """
+    row_first: bool = False
+    """Whether the matrix joins the row before it with the token, or else the token with the row."""
+    drafts_from_normed: bool = False
+    """Whether further drafts read rows after the layer's last norm."""
+
+    def has(self, name: str, num_layers: int) -> bool:
+        """Whether the tensor `name` is of such a layer, in files of a model of `num_layers`."""
+        if not name.startswith(self.prefix):
+            return False
+        layer = name.removeprefix(self.prefix).partition(".")[0]
+        # A name comes from the file, so its number may have any length.
+        is_number = layer.isdecimal() and len(layer) < 9
+        return is_number and int(layer) >= (num_layers if self.follows_last else 0)
+
+
+@frozen(eq=False, kw_only=True)
 class Layout:
     """The names and tensors of a family in one kind of file."""
 
@@ -51,8 +78,8 @@ class Layout:
     """Sources for files that contain any of these names (in layer 0)."""
     ignored: tuple[str, ...] = ()
     """Ends of names of derived tensors."""
-    layer_prefix: str = ""
-    """Set if files may contain further layers for drafts."""
+    draft_layers: DraftLayers | None = None
+    """Set if files may contain layers for drafts."""
 
     def for_names(self, names: Collection[str]) -> Self:
         tensors = dict(self.tensors)
@@ -72,12 +99,8 @@ class Layout:
         return replace(source, name=source.name.format(*indices)), indices
 
     def is_extra_layer(self, name: str, spec: ModelSpec) -> bool:
-        """Whether the file's tensor `name` is after the model's last layer."""
-        if not self.layer_prefix or not name.startswith(self.layer_prefix):
-            return False
-        layer = name.removeprefix(self.layer_prefix).partition(".")[0]
-        # A name comes from the file, so its number may have any length.
-        return layer.isdecimal() and len(layer) < 9 and int(layer) >= spec.num_layers
+        """Whether the file's tensor `name` is of a layer for drafts."""
+        return bool(self.draft_layers and self.draft_layers.has(name, spec.num_layers))
 
 
 @frozen(eq=False, kw_only=True)
@@ -95,6 +118,7 @@ class GgufLayout(Layout):
     """A GGUF file. Its key `general.architecture` names the family."""
 
     spec: Callable[[Fields, Tensors], ModelSpec]
+    draft_layers: DraftLayers | None = DraftLayers(prefix="blk.")
     ignored: tuple[str, ...] = (
         "rope_freqs.weight",
         "attn_rot_embd.weight",

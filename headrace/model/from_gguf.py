@@ -99,7 +99,7 @@ def decoder_spec(
     }
     fields.require_neutral(neutral)
     dim = fields.integer(f"{architecture}.embedding_length")
-    num_layers = fields.integer(f"{architecture}.block_count")
+    num_layers = _num_layers(fields, tensors, architecture)
     num_heads = _same_in_every_layer(fields, f"{architecture}.attention.head_count")
     if head_dim is None:
         head_dim = fields.integer(f"{architecture}.attention.key_length", dim // max(num_heads, 1))
@@ -138,6 +138,17 @@ def decoder_spec(
         head_bias="output.bias" in tensors,
         gated_mlp=any(".ffn_gate" in name and "_inp" not in name for name in tensors),
     )
+
+
+def _num_layers(fields: Fields, tensors: Tensors, architecture: str) -> int:
+    """The number of the model's layers. Files count layers for drafts, which come last, too: also
+    some files without their tensors.
+    """
+    blocks = fields.integer(f"{architecture}.block_count")
+    first = blocks - fields.integer(f"{architecture}.nextn_predict_layers", 0)
+    is_own = f"blk.{first}.attn_norm.weight" in tensors
+    is_for_drafts = f"blk.{first}.nextn.eh_proj.weight" in tensors
+    return blocks if is_own and not is_for_drafts else first
 
 
 def expert_spec(fields: Fields, tensors: Tensors, architecture: str, spec: ModelSpec) -> ExpertSpec:

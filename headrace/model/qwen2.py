@@ -1,12 +1,21 @@
-"""The Qwen2 family (Yang et al. 2024): Llama with biases on queries, keys and values."""
+"""The Qwen2 family (Yang et al. 2024): Llama with biases on queries, keys and values.
+
+MiMo (Xiaomi 2025) is a Qwen2 with layers for drafts.
+"""
 
 from dataclasses import replace
 
 from headrace.model import from_config, from_gguf, llama
-from headrace.model.family import ConfigLayout, Family, GgufLayout, Tensors
+from headrace.model.family import ConfigLayout, DraftLayers, Family, GgufLayout, Tensors
 from headrace.model.fields import Fields
 from headrace.model.sources import half_split
 from headrace.model.spec import ModelSpec
+
+
+def _own_config_spec(config: Fields) -> ModelSpec:
+    # MiMo's configuration says that there are biases.
+    has_bias = config.flag("attention_bias", False)
+    return config_spec(config, "qwen2", *(("attention_bias",) if has_bias else ()))
 
 
 def config_spec(config: Fields, architecture: str = "qwen2", *computed: str) -> ModelSpec:
@@ -35,9 +44,21 @@ QWEN2 = Family(
     "qwen2",
     llama.LLAMA.forward,
     config=ConfigLayout(
-        architectures=("Qwen2ForCausalLM", "qwen2"),
-        spec=config_spec,
+        architectures=("Qwen2ForCausalLM", "qwen2", "MiMoForCausalLM", "mimo"),
+        spec=_own_config_spec,
         tensors=half_split(from_config.TENSORS),
+        draft_layers=DraftLayers(
+            prefix="model.mtp_layers.",
+            follows_last=False,
+            tensors={
+                "token_norm": "token_layernorm.weight",
+                "row_norm": "hidden_layernorm.weight",
+                "join": "input_proj.weight",
+                "norm": "final_layernorm.weight",
+            },
+            row_first=True,
+            drafts_from_normed=True,
+        ),
     ),
     gguf=GgufLayout(
         architectures=("qwen2", "qwen2vl"), spec=_gguf_spec, tensors=half_split(from_gguf.TENSORS)

@@ -117,6 +117,10 @@ class DrafterSpec:
     """Whether the residual stream starts with the norm of the rows."""
     fuse_bias: bool = False
     """Whether the matrix that joins rows has a bias."""
+    row_first: bool = False
+    """Whether that matrix joins the row with the token, or else the token with the row."""
+    drafts_from_normed: bool = False
+    """Whether further drafts read rows after the last norm."""
 
 
 @frozen
