@@ -24,7 +24,7 @@ def open_mtp(target: Checkpoint) -> Drafter:
     if not layers.tensors:
         raise RequestError(
             f"draft_model is 'mtp', and {name} has layers for drafts, but Headrace has no "
-            f"equations for those of {target.spec.architecture} models; choose another draft model"
+            f"equations for them in {target.spec.architecture} models; choose another draft model"
         )
 
     spec = _spec(target.spec, layers)

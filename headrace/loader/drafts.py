@@ -66,6 +66,17 @@ class DraftCheckpoints:
             return self
         return replace(self, drafter=with_format(self.drafter, config.draft_format))
 
+    def check_ranks(self, config: EngineConfig) -> None:
+        """Raise RequestError for a drafter if the model's rows lie on several GPUs."""
+        ranks = config.tensor_parallel_size * config.pipeline_parallel_size
+        if self.drafter and ranks > 1 and config.traits.on_gpu:
+            raise RequestError(
+                f"draft_model '{config.draft_model}' is a drafter over rows of the model, which "
+                "works on several ranks with backend 'cpu' alone, and backend is "
+                f"'{config.backend}'; set tensor_parallel_size and pipeline_parallel_size to 1, or "
+                "choose a draft model that reads tokens"
+            )
+
     def kv_use(self, config: EngineConfig) -> KvUse | None:
         """Return the KV of the draft model or drafter, if there is one."""
         if self.drafter:
@@ -115,10 +126,8 @@ def open_draft_checkpoints(
     name = config.draft_model if "draft_model" in methods else ""
     path = resolve(name) if name and name != OWN_LAYERS else None
     if name == OWN_LAYERS:
-        _check_one_rank(config)
         drafter = open_mtp(target)
     elif path and is_drafter(path):
-        _check_one_rank(config)
         drafter = open_drafter(path, target)
     elif path:
         draft = open_checkpoint(path, is_absorbed=config.latent_attention == "absorbed")
@@ -138,7 +147,7 @@ def open_draft_checkpoints(
 
 
 def unused_layers(config: EngineConfig, target: Checkpoint) -> str:
-    """Return a note about layers for drafts that the model's files have and nobody uses; or ""."""
+    """Return a note about layers for drafts in the model's files that do not draft; else ""."""
     count = 0 if config.draft_model == OWN_LAYERS else num_draft_layers(target)
     if not count:
         return ""
@@ -147,16 +156,6 @@ def unused_layers(config: EngineConfig, target: Checkpoint) -> str:
         f"{target.path.name}: {layers} for drafts (multi-token prediction) in the files, not used; "
         f"draft_model={OWN_LAYERS!r} drafts with the first"
     )
-
-
-def _check_one_rank(config: EngineConfig) -> None:
-    """Raise RequestError if the model's rows lie on several ranks."""
-    if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
-        raise RequestError(
-            f"draft_model '{config.draft_model}' is a drafter over rows of the model, which works "
-            "on one rank; set tensor_parallel_size and pipeline_parallel_size to 1, or choose a "
-            "draft model that reads tokens"
-        )
 
 
 def model_program(config: EngineConfig, checkpoint: Checkpoint) -> Program:

@@ -138,12 +138,11 @@ def load_engine(
     `launcher` starts the processes of other ranks: see `compile_ranks`. `recorder`: see
     `load_model`. Raises as `load_model`.
     """
-    for note in checkpoint.notes:
-        _log.warning(note)
-    if note := unused_layers(config, checkpoint):
+    for note in filter(None, (*checkpoint.notes, unused_layers(config, checkpoint))):
         _log.warning(note)
     drafts = open_draft_checkpoints(config, checkpoint, load_tokenizer)
     config = with_backend(config, checkpoint, drafts)
+    drafts.check_ranks(config)
     drafts = drafts.in_format(config)
     checkpoint = _with_context(checkpoint, config)
     spec = checkpoint.spec
@@ -165,7 +164,7 @@ def load_engine(
     if note := whole_matrices(config, program, checkpoint.tensors):
         _log.warning(note)
     if mesh.ranks > 1:
-        ranks = compile_ranks(model, config, mesh, checkpoint, program, kv, launcher)
+        ranks = compile_ranks(model, config, mesh, checkpoint, program, kv, launcher, taps)
         draft_models = compile_draft_models(config, drafts, checkpoint, ranks, draft_kv)
         ranks.connect()
         executable: Executable = ranks

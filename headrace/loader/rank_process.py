@@ -48,9 +48,9 @@ def open_rank(setup: dict[str, Any]) -> tuple[Rank[Any], ProcessGroups]:
         activations=config.activations,
     )
     transport = make_transport(rank_config)
-    program = target_program(config, checkpoint)
+    program = target_program(config, checkpoint, setup["taps"])
     rank = make_rank(rank_config, program, checkpoint.tensors, transport)
-    shared = replace(config, draft_model="")  # only rank 0 runs a draft model
+    shared = replace(config, draft_model="")  # only rank 0 runs a draft model or drafter
     drafts = open_draft_checkpoints(shared, checkpoint, checkpoint.load_tokenizer)
     compile_draft_models(shared, drafts, checkpoint, rank, None)
     return rank, transport

@@ -1,6 +1,7 @@
 """Loads a model on several ranks. The modules of `parallel/` that need torch are imported late."""
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from headrace.checkpoint.load import Checkpoint
@@ -39,8 +40,11 @@ def compile_ranks(
     program: Program,
     kv: KvConfig,
     launcher: "Launcher | None" = None,
+    taps: Sequence[int] = (),
 ) -> "ParallelExecutable":
     """Compile rank 0 in this process, and start a process for each other rank.
+
+    `taps` are the layers before which `program` takes rows for a drafter.
 
     Each process opens the model by its name. `ParallelExecutable.connect` waits for all
     of them. Without a `launcher` the processes run on this machine, or on the hosts of
@@ -71,7 +75,7 @@ def compile_ranks(
     if launcher is None:
         place = placement() if is_multi_host(mesh) else None
         launcher = HostLauncher(place) if place else LocalLauncher(RANK_COMMAND)
-    setups = [setup_of(model, config, other) for other in others]
+    setups = [setup_of(model, config, other, taps) for other in others]
     workers = Workers(launcher, setups, transport, identity(config.backend, checkpoint.tensors))
     try:
         rank = make_rank(first, program, checkpoint.tensors, transport)

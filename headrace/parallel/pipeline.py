@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from headrace.errors import UnsupportedModelError
 from headrace.program.collective import Receive, Send
 from headrace.program.op import Op, StepSize, Value
-from headrace.program.ops import Attention, KvWrite, RopeAngles
+from headrace.program.ops import Attention, ConcatHeads, KvWrite, RopeAngles
 from headrace.program.trace import Program
 
 Cost = Callable[[Op], float]
@@ -70,8 +70,9 @@ def _cut_points(program: Program, live: list[list[Value]]) -> list[int]:
         for layer, first in first_write.items()
         for i in range(first + 1, attention.get(layer, first) + 1)
     }
+    rows_of_taps = _rows_of_taps(program)
     widths = {
-        i: sum(value.width for value in values)
+        i: sum(value.width for value in values if i <= rows_of_taps.get(value.id, i))
         for i, values in enumerate(live)
         if values
         and i not in between_kv_ops
@@ -79,10 +80,31 @@ def _cut_points(program: Program, live: list[list[Value]]) -> list[int]:
         and not isinstance(program.ops[i], RopeAngles)
     }
     min_width = min(widths.values(), default=0)
-    narrow = [i for i, width in widths.items() if width == min_width]
     attention_ops = [i for i, op in enumerate(program.ops) if isinstance(op, Attention)]
+    # The last stage has a layer, also of a model that keeps all rows before its head.
+    narrow = [i for i, width in widths.items() if width == min_width and i <= max(attention_ops)]
     # The last of the narrow ops between two attentions replaces the others.
     return list({bisect_left(attention_ops, i): i for i in narrow}.values())
+
+
+def _rows_of_taps(program: Program) -> dict[int, int]:
+    """The last reader of each value that a drafter's rows keep longer, by id.
+
+    These rows pass through all stages, so they do not make a place wider than another.
+    """
+    if not program.taps:
+        return {}
+    kept, joins = {program.taps.id}, set[int]()
+    for i, op in reversed(list(enumerate(program.ops))):
+        out = op.output()
+        if out and out.id in kept and isinstance(op, ConcatHeads):
+            kept |= {value.id for value in op.inputs()}
+            joins.add(i)
+    last = dict.fromkeys(kept, -1)
+    for i, op in enumerate(program.ops):
+        if i not in joins:
+            last |= {value.id: i for value in op.inputs() if value.id in kept}
+    return last
 
 
 def _ends_after_layers(

@@ -150,7 +150,11 @@ def test_eagle3_memory_counts(model: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "changes", "message"),
     [
-        ({"tensor_parallel_size": 2}, {}, "works on one rank; set tensor_parallel_size and"),
+        (
+            {"tensor_parallel_size": 2, "backend": "cuda"},
+            {},
+            "works on several ranks with backend 'cpu' alone, and backend is 'cuda'; set tensor_",
+        ),
         ({}, {"vocab_size": 7}, "vocabulary size 7, and this model's is"),
     ],
 )

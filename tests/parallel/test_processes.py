@@ -29,6 +29,7 @@ from headrace.outputs import RequestOutput
 from headrace.parallel.rank import identity
 from headrace.parallel.transport import GlooTransport
 from headrace.program.sparsity import sparse_inputs
+from tests.drafters import random_drafter, random_eagle1, write_drafter, write_eagle1
 from tests.families import VOCAB, save_model
 from tests.test_adapters import write_adapter
 
@@ -136,6 +137,37 @@ def test_ranks_with_all_features(
             assert tokens_and_logprobs(llm.generate(prompts[0], params[0])) == expected[name][:1]
         stats = llm.stats()
     assert stats.preemptions and stats.cached_tokens and stats.drafted
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("kind", ["EAGLE-3", "EAGLE-1"])
+def test_drafters_on_ranks(
+    models: dict[str, Path],
+    expected: dict[str, list[Any]],
+    tmp_path: Path,
+    kind: str,
+    tensor: int,
+    pipeline: int,
+) -> None:
+    """Rank 0 drafts from rows that it gets from all stages and shares; no token changes."""
+    checkpoint = open_checkpoint(models["qwen3"])
+    target = checkpoint.spec, dict(checkpoint.tensors)
+    if kind == "EAGLE-3":
+        write_drafter(tmp_path, random_drafter(target, vocab=50, taps=(0, 1, 2)), "authors")
+    else:
+        write_eagle1(tmp_path, random_eagle1(target), "authors")
+    drafts = {"proposer": "draft_model", "draft_model": str(tmp_path)}
+    with LLM(
+        models["qwen3"],
+        tensor_parallel_size=tensor,
+        pipeline_parallel_size=pipeline,
+        **STACK | drafts,
+    ) as llm:
+        load_adapter(llm, models["qwen3"])
+        got = tokens_and_logprobs(llm.generate(*requests(), adapter=ADAPTERS))
+        assert got == expected["qwen3"]
+        stats = llm.stats()
+    assert stats.drafted and not stats.proposer_failures
 
 
 def test_ranks_in_lossy_modes(models: dict[str, Path], tmp_path: Path) -> None:
