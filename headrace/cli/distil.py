@@ -1,9 +1,10 @@
-"""Train a drafter for a model on this machine, from the model's own answers.
+"""Train a drafter for a model, or a smaller model, on this machine.
 
 `distil draft MODEL OUT` lets the model answer prompts, and trains an EAGLE-3 drafter on the
-answers: a small layer over the model's rows that drafts tokens for speculative decoding. The
-prompts are yours (`--prompts`), or the model writes them. OUT appears when it is complete. A
-stopped training goes on with the same command.
+answers: a small layer over the model's rows that drafts tokens for speculative decoding. `distil
+student MODEL OUT --layers N` trains a smaller model of the same family, which begins as parts of
+the model, and prints an evaluation of both. The prompts are yours (`--prompts`), or the model
+writes them. OUT appears when it is complete. A stopped training goes on with the same command.
 """
 
 import argparse
@@ -18,6 +19,8 @@ from headrace.cli.arguments import (
     whole_number,
     whole_numbers,
 )
+from headrace.cli.distil_student import STUDENT_OPTIONS, add_student, run_student
+from headrace.errors import RequestError
 
 if TYPE_CHECKING:
     from headrace.distil.draft_run import TrainedDraft
@@ -25,13 +28,21 @@ if TYPE_CHECKING:
 EXAMPLES = """\
   headrace distil draft smollm2 smollm2-draft
   headrace distil draft MODEL OUT --prompts chats.jsonl --minutes 60
-  headrace run smollm2 --draft-model smollm2-draft"""
+  headrace run smollm2 --draft-model smollm2-draft
+  headrace distil student smollm2 smollm2-half --layers 15 --learn outputs,logits,rows"""
 
-KINDS = ("draft",)
+KINDS = ("draft", "student")
+_OF_KIND = {"draft": ("vocab_size", "taps"), "student": STUDENT_OPTIONS}
+"""Options of one kind alone. Their default is None."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", choices=KINDS, metavar="KIND", help="draft: an EAGLE-3 drafter")
+    parser.add_argument(
+        "kind",
+        choices=KINDS,
+        metavar="KIND",
+        help="draft: an EAGLE-3 drafter; student: a smaller model of the same family",
+    )
     add_model(parser, optional=False)
     parser.add_argument("out", type=Path, metavar="OUT", help="new folder of the trained model")
     answers = parser.add_argument_group("answers")
@@ -67,25 +78,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--vocab-size",
         type=whole_number(64, 2**20),
         metavar="N",
-        default=8192,
-        help="number of tokens that it can draft: the most frequent ones of the answers",
+        help="number of tokens that it can draft: the most frequent ones of the answers (default: "
+        "8192)",
     )
     draft.add_argument(
         "--taps",
         type=whole_numbers(0, 2**12),
         metavar="N,...",
-        default=(),
         help="layers of the model before which it reads rows; the number of layers: after the last "
         "(default: a quarter, three quarters and all of the layers)",
     )
+    add_student(parser)
     training = parser.add_argument_group("training")
     training.add_argument(
         "--minutes",
         type=number(0.1, 1e5),
         metavar="M",
-        default=20.0,
         help="minutes of training after the answers are recorded; the number of steps follows from "
-        "the first ones",
+        "the first ones (default: 20 for a drafter, 60 for a student)",
     )
     training.add_argument(
         "--steps",
@@ -97,27 +107,38 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--learning-rate",
         type=number(1e-7, 1),
         metavar="R",
-        default=1e-3,
-        help="highest learning rate",
+        help="highest learning rate (default: 0.001 for a drafter, 0.0005 for a student)",
     )
     add_seed(training, 0, "seed of the answers, the first weights and the order of training")
     add_threads(parser.add_argument_group("compute"))
 
 
 def run(args: argparse.Namespace) -> int:
+    for kind, names in _OF_KIND.items():
+        given = [name for name in names if kind != args.kind and getattr(args, name) is not None]
+        if given:
+            raise RequestError(
+                f"--{given[0].replace('_', '-')} is an option of `distil {kind}`; leave it out"
+            )
+    if args.kind == "student":
+        return run_student(args)
+    return _run_draft(args)
+
+
+def _run_draft(args: argparse.Namespace) -> int:
     from headrace.cli.progress import progress_bar
-    from headrace.distil.draft_run import DraftOptions, train_draft
+    from headrace.distil.draft_run import VOCAB_SIZE, DraftOptions, train_draft
 
     options = DraftOptions(
         answers=args.answers,
         prompts=args.prompts,
         num_tokens=args.tokens,
         temperature=args.temperature,
-        taps=args.taps,
-        vocab_size=args.vocab_size,
+        taps=args.taps or (),
+        vocab_size=args.vocab_size or VOCAB_SIZE,
         steps=args.steps or 0,
-        minutes=args.minutes,
-        learning_rate=args.learning_rate,
+        minutes=args.minutes or DraftOptions.minutes,
+        learning_rate=args.learning_rate or DraftOptions.learning_rate,
         seed=args.seed,
         threads=args.threads,
     )

@@ -225,7 +225,7 @@ class _WrittenPrompts:
         self._teacher.submit(start.tokens, params, store)
 
     def _end_round(self) -> None:
-        """Keep the prompts of a round, without those that an earlier one equals."""
+        """Keep the prompts of a round that equal no earlier prompt."""
         assert self._outputs is not None, "a round is open"
         prompts = []
         for _, (start, result) in sorted(self._outputs.items()):

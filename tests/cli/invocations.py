@@ -256,6 +256,17 @@ DISTIL = [
     Row("distil draft {model} {tmp}/x --minutes nan", 2, "--minutes: 'nan' is not a number"),
     Row("distil draft {model} {tmp}/x --taps 1,99", 2, r"taps are \[1, 99\].*layers 0 to"),
     Row("distil draft {model} {tmp}/x --vocab-size 1", 2, "--vocab-size"),
+    Row("distil draft {model} {tmp}/x --layers 1", 2, "--layers is an option of `distil student`"),
+    Row("distil student {model} {tmp}/x --taps 1", 2, "--taps is an option of `distil draft`"),
+    Row("distil student {model} {tmp}/x", 2, "add --layers N or --width W"),
+    Row("distil student {model} {tmp} --layers 1", 2, "exists; remove it"),
+    Row("distil student nothing {tmp}/x --layers 1", 3, "no file, folder or alias 'nothing'"),
+    Row("distil student {model} {tmp}/x --layers 0", 2, "layers is 0"),
+    Row("distil student {model} {tmp}/x --layers 9,1", 2, "not ascending"),
+    Row("distil student {model} {tmp}/x --width 5", 2, "width is 5"),
+    Row("distil student {model} {tmp}/x --layers 1 --learn it", 2, "unknown signal in learn 'it'"),
+    Row("distil student {model} {tmp}/x --top-k -1", 2, "--top-k"),
+    Row("distil student {model} {tmp}/x --logit-temperature 0", 2, "--logit-temperature"),
 ]
 
 MEASURE = [

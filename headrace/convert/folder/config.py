@@ -56,10 +56,13 @@ def config_json(spec: ModelSpec) -> dict[str, Any]:
             f"the family {spec.architecture} has no folder format; convert the model to GGUF"
         )
     values = _usual(spec, layout) | _experts(spec)
-    return _checked(spec, layout, {layout.fields.get(key, key): values[key] for key in values})
+    return checked_config(
+        spec, layout, {layout.fields.get(key, key): values[key] for key in values}
+    )
 
 
-def _checked(spec: ModelSpec, layout: ConfigLayout, config: dict[str, Any]) -> dict[str, Any]:
+def checked_config(spec: ModelSpec, layout: ConfigLayout, config: dict[str, Any]) -> dict[str, Any]:
+    """Return `config` if it describes this model. Raises UnsupportedModelError."""
     try:
         result = layout.spec(JsonFields(config, "config.json").named(layout.fields))
     except HeadraceError as error:
@@ -81,7 +84,7 @@ def rebuilt_config(spec: ModelSpec, original: Mapping[str, Any]) -> dict[str, An
     config = {key: value for key, value in original.items() if key not in _OF_FAMILY}
     config |= {"architectures": [layout.architectures[0]], "model_type": layout.architectures[1]}
     config |= _experts(spec)
-    return _checked(spec, layout, config)
+    return checked_config(spec, layout, config)
 
 
 def _refusal(spec: ModelSpec, reason: str) -> UnsupportedModelError:
