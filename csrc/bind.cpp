@@ -155,8 +155,8 @@ void check_sequences(const Step& s) {
             "a sequence needs a row");  // so all lie in the step
   for (int b = 0; b < s.num_seqs; b++) {
     const int rows = s.row_start[b + 1] - s.row_start[b], context = s.context_len[b];
-    require(s.scheduled_len[b] >= 1 && s.scheduled_len[b] <= rows,
-            "a sequence needs a scheduled row and no more than its rows");
+    require(s.scheduled_len[b] >= 0 && s.scheduled_len[b] <= rows,
+            "a sequence has no more scheduled rows than rows");
     require(context >= 0 && context <= kMaxContext, "a context has no more than 2^30 tokens");
     for (int row = s.row_start[b]; row < s.row_start[b + 1]; row++) {
       require(s.positions[row] >= context && s.positions[row] <= context + row - s.row_start[b],

@@ -37,8 +37,8 @@ void check_rows(const Ints& row_start, const Ints& context, const Ints& schedule
   require(row_start.data()[0] == 0, "the rows of a batch begin at 0");
   for (size_t seq = 0; seq < seqs; seq++) {
     const int64_t num = static_cast<int64_t>(row_start.data()[seq + 1]) - row_start.data()[seq];
-    require(num >= 1 && scheduled.data()[seq] >= 1 && scheduled.data()[seq] <= num,
-            "a sequence has known rows, and drafts behind them");
+    require(num >= 1 && scheduled.data()[seq] >= 0 && scheduled.data()[seq] <= num,
+            "a sequence has rows, and no more known rows than these");
     require(context.data()[seq] >= 0 && context.data()[seq] < 1 << 30,
             "a context has between 0 and 2^30 tokens");
   }

@@ -55,7 +55,7 @@ class RaggedBatch(NamedTuple):
     positions: Ints  # [T] position in the sequence: context + depth
     row_start: Ints  # [B + 1] first row of each sequence
     context_len: Ints  # [B] tokens with KV before this step
-    scheduled_len: Ints  # [B] rows of known tokens, at least 1
+    scheduled_len: Ints  # [B] rows of known tokens; 0 in a launch of drafts alone
     kv: tuple[KvRows, ...]  # one per KV group; empty for a program without KV
     ancestors: NDArray[np.uint64] | None
     """[T, words] bit set of the draft rows that each row attends to, its own included.

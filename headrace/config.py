@@ -236,7 +236,9 @@ class EngineConfig:
     draft_depth: int = 4
     """Maximum length of a draft chain, for `draft_model`, `self_draft` and `medusa`."""
     draft_width: int = 1
-    """Draft tokens at each depth: 1 drafts a chain, more draft a tree of the likeliest tokens."""
+    """Nodes of a draft that continue at each depth: 1 drafts a chain, more draft a tree of the
+    likeliest tokens, with up to `draft_depth` times as many nodes.
+    """
     jump_forward: bool = True
     """Whether to take several tokens in one step, up to `max_draft_tokens`, if the
     grammar of a structured output allows only these.

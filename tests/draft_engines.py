@@ -107,7 +107,7 @@ def draft_engine(
     num_draft_blocks = -(-(draft_slots or slots) // size)
     if "draft_model" in methods and drafter:
         draft_kv = replace(kv, num_blocks=(num_draft_blocks,))
-        programs = compile_drafter(drafter, spec, target, draft_kv, depth)
+        programs = compile_drafter(drafter, spec, target, draft_kv, depth * width)
         draft_models = replace(draft_models, drafter=programs)
     elif "draft_model" in methods:
         draft_spec, draft_tensors = draft or model
@@ -115,7 +115,7 @@ def draft_engine(
         draft_program = mode_program((draft_spec, draft_tensors), without_files)
         draft_kv = replace(kv, num_blocks=(num_draft_blocks,) * len(draft_program.kv_groups))
         compiled = target.attach(draft_program, draft_tensors, draft_kv)
-        manager = KvManager(draft_program.kv_groups, draft_kv, max_rows(depth))
+        manager = KvManager(draft_program.kv_groups, draft_kv, max_rows(depth * width))
         draft_models = replace(
             draft_models,
             draft=DraftModel(

@@ -214,7 +214,7 @@ def _add_speculation(group: Arguments) -> None:
     )
     text = "maximum draft tokens in a row, for draft_model, self_draft and medusa"
     _add(group, "draft_depth", "K", text, int)
-    text = "draft tokens at each depth, for these three proposers; more than 1 makes a tree"
+    text = "nodes that continue at each depth, for these three proposers; more than 1 makes a tree"
     _add(group, "draft_width", "W", text, int)
     group.add_argument(
         "--acceptance-method",

@@ -80,10 +80,13 @@ class DraftCheckpoints:
     def kv_use(self, config: EngineConfig) -> KvUse | None:
         """Return the KV of the draft model or drafter, if there is one."""
         if self.drafter:
-            return KvUse(drafter_program(self.drafter).kv_groups, max_pairs(config.draft_depth))
+            return KvUse(
+                drafter_program(self.drafter).kv_groups,
+                max_pairs(_max_nodes(config)),
+            )
         if self.draft:
             program = draft_model_program(config, self.draft)
-            return KvUse(program.kv_groups, max_rows(config.draft_depth))
+            return KvUse(program.kv_groups, max_rows(_max_nodes(config)))
         return None
 
     @property
@@ -209,7 +212,7 @@ def compile_draft_models(
     draft_models = DraftModels(block_size=config.traits.kv_block_size)
     if kv and (checkpoint := draft_checkpoints.draft):
         program = draft_model_program(config, checkpoint)
-        manager = KvManager(program.kv_groups, kv, max_rows(config.draft_depth))
+        manager = KvManager(program.kv_groups, kv, max_rows(_max_nodes(config)))
         compiled = executable.attach(program, checkpoint.tensors, kv)
         translator = draft_checkpoints.translator
         draft_models = replace(
@@ -222,7 +225,8 @@ def compile_draft_models(
             ),
         )
     if kv and (drafter := draft_checkpoints.drafter):
-        compiled_drafter = compile_drafter(drafter, target.spec, executable, kv, config.draft_depth)
+        nodes = _max_nodes(config)
+        compiled_drafter = compile_drafter(drafter, target.spec, executable, kv, nodes)
         draft_models = replace(draft_models, drafter=compiled_drafter)
     if self_draft := draft_checkpoints.self_draft:
         program = shortened_program(config, target, self_draft)
@@ -234,10 +238,18 @@ def compile_draft_models(
     return draft_models
 
 
+def _max_nodes(config: EngineConfig) -> int:
+    """Return the maximum nodes of a draft of a sequence."""
+    return config.draft_depth * config.draft_width
+
+
 def compile_drafter(
-    drafter: Drafter, target: ModelSpec, executable: Attachable, kv: KvConfig, depth: int
+    drafter: Drafter, target: ModelSpec, executable: Attachable, kv: KvConfig, nodes: int
 ) -> DrafterPrograms:
-    """Compile a drafter: a program over rows of the target, and one over its own rows."""
+    """Compile a drafter: a program over rows of the target, and one over its own rows.
+
+    A draft has up to `nodes` tokens.
+    """
     program, tensors = drafter_program(drafter), drafter.tensors
     further = drafter_program(drafter, from_itself=True)
     first = executable.attach(program, tensors, kv)
@@ -249,7 +261,7 @@ def compile_drafter(
         from_target=MappedLogits(first, drafter.tokens, target.vocab_size),
         from_itself=MappedLogits(second, drafter.tokens, target.vocab_size),
         on_device=on_device,
-        kv=KvManager(program.kv_groups, kv, max_pairs(depth)),
+        kv=KvManager(program.kv_groups, kv, max_pairs(nodes)),
         max_length=target.max_context,
     )
 

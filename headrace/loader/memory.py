@@ -49,12 +49,13 @@ def step_rows(config: EngineConfig, vocab_size: int) -> MaxRows:
 
 
 def draft_rows(config: EngineConfig, target: MaxRows) -> MaxRows:
-    """Return the maximum rows of a step of a draft model, which all have logits.
+    """Return the maximum rows and logit rows of a step of a draft model.
 
-    A step drafts `draft_width` tokens at one depth, for each sequence.
+    A step drafts below `draft_width` nodes of each sequence, and computes their ancestors again.
     """
-    rows = min(target.rows, config.max_seqs * config.draft_width)
-    return MaxRows(rows, rows)
+    logit_rows = min(target.rows, config.max_seqs * config.draft_width)
+    depth = config.draft_depth - 1 if config.draft_width > 1 else 1
+    return MaxRows(min(target.rows, logit_rows * max(1, depth)), logit_rows)
 
 
 def memory_for(config: EngineConfig, program: Program, gpu: int = 0) -> Memory:

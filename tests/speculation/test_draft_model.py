@@ -73,7 +73,7 @@ def draft_model(
 ) -> DraftModelProposer:
     """A proposer with the toy model as draft model."""
     options = EngineConfig(proposer="draft_model", **config)
-    kv = toy_kv(num_blocks, SIZE, windows, max_rows(options.draft_depth))
+    kv = toy_kv(num_blocks, SIZE, windows, max_rows(options.draft_depth * options.draft_width))
     (proposer,) = make_proposers(
         options, DraftModels(draft=DraftModel(Counting(windows=windows), kv, max_length))
     ).values()
@@ -94,18 +94,20 @@ def rows_of(proposer: DraftModelProposer | SelfDraftProposer) -> list[list[int]]
     return proposer._executable.take_rows()
 
 
-def continuation(known: list[int], budget: int, width: int) -> DraftTree:
-    """The likeliest `width` tokens at each depth, below the likeliest of the previous depth."""
+def continuation(known: list[int], length: int) -> DraftTree:
+    """A chain of the likeliest tokens."""
     tokens: list[int] = []
-    parents: list[int] = []
-    end = -1
-    while len(tokens) < budget:
-        best = np.argsort(-toy_logits(known))[: min(width, budget - len(tokens))].tolist()
-        parents += [end] * len(best)
-        end = len(tokens)
-        tokens += best
-        known = [*known, best[0]]
-    return DraftTree(tokens, parents)
+    for _ in range(length):
+        tokens.append(int(toy_logits([*known, *tokens]).argmax()))
+    return DraftTree(tokens, list(range(-1, length - 1)))
+
+
+def paths(draft: DraftTree) -> list[list[int]]:
+    """The tokens down to each node."""
+    found: list[list[int]] = []
+    for token, parent in zip(draft.tokens, draft.parents, strict=True):
+        found.append([*found[parent], token] if parent >= 0 else [token])
+    return found
 
 
 def check(proposer: DraftModelProposer) -> None:
@@ -120,27 +122,25 @@ def check(proposer: DraftModelProposer) -> None:
 @given(
     prompts=st.lists(st.lists(TOKENS, min_size=1, max_size=9), min_size=1, max_size=3),
     depth=st.integers(1, 4),
-    width=st.integers(1, 3),
     windows=st.sampled_from([(0,), (5,), (0, 3)]),
     data=st.data(),
 )
 @settings(max_examples=25, deadline=None)
 def test_drafts_are_the_models_own_continuation(
-    prompts: list[list[int]], depth: int, width: int, windows: tuple[int, ...], data: st.DataObject
+    prompts: list[list[int]], depth: int, windows: tuple[int, ...], data: st.DataObject
 ) -> None:
     """This holds for any accepted part, any growth of the sequences, and any subset of them."""
-    proposer = draft_model(200, windows=windows, draft_depth=depth, draft_width=width)
+    proposer = draft_model(200, windows=windows, draft_depth=depth)
     seqs = [sequence(prompt, seq_id=(request, 0)) for request, prompt in enumerate(prompts)]
     for _ in range(4):
-        budgets = [data.draw(st.integers(0, depth * width)) for _ in seqs]
+        budgets = [data.draw(st.integers(0, depth)) for _ in seqs]
         drafts = propose(proposer, seqs, budgets)
         check(proposer)
         assert drafts == [
-            continuation(seq.known, budget, width)
-            for seq, budget in zip(seqs, budgets, strict=True)
+            continuation(seq.known, budget) for seq, budget in zip(seqs, budgets, strict=True)
         ]
         for i, draft in enumerate(drafts):
-            path = draft.tokens[::width]
+            path = draft.tokens
             seqs[i].known += path[: data.draw(st.integers(0, len(path)))] + data.draw(
                 st.lists(TOKENS, min_size=1, max_size=3)
             )
@@ -177,7 +177,7 @@ def test_catching_up_with_a_long_prompt_takes_several_steps(
     assert max_rows(3) == 10  # and two of its own drafts
     proposer = draft_model(draft_depth=3)
     seqs = [sequence(list(range(12)), seq_id=(0, 0)), sequence([1, 2, 3, 4, 5, 6], seq_id=(1, 0))]
-    expected = [continuation(seq.known, 3, 1) for seq in seqs]
+    expected = [continuation(seq.known, 3) for seq in seqs]
     for rows, drafts in (
         ([[8]], [NO_DRAFT, NO_DRAFT]),
         (
@@ -194,12 +194,12 @@ def test_catching_up_with_a_long_prompt_takes_several_steps(
 def test_siblings_share_the_longest_common_prefix() -> None:
     proposer = draft_model(draft_depth=2)
     first, second = (sequence(list(range(10)), seq_id=(0, i)) for i in range(2))
-    assert propose(proposer, [first, second], [2, 2]) == [continuation(first.known, 2, 1), NO_DRAFT]
+    assert propose(proposer, [first, second], [2, 2]) == [continuation(first.known, 2), NO_DRAFT]
     assert rows_of(proposer) == [[10], [1]]
     first.known += [1]
     second.known += [2]
     assert propose(proposer, [first, second], [2, 2]) == [
-        continuation(seq.known, 2, 1) for seq in (first, second)
+        continuation(seq.known, 2) for seq in (first, second)
     ]
     assert rows_of(proposer) == [[1, 1], [1, 1]]
     assert proposer.kv.num_available == 64 - 4  # two blocks are shared, and each has one of its own
@@ -213,10 +213,10 @@ def test_a_sibling_whose_window_has_freed_kv_starts_over() -> None:
     proposer = draft_model(windows=(3,), draft_depth=1)
     first, second = sequence(list(range(10))), sequence([*range(10), 2], seq_id=(0, 1))
     for _ in range(3):
-        assert propose(proposer, [first], [1]) == [continuation(first.known, 1, 1)]
+        assert propose(proposer, [first], [1]) == [continuation(first.known, 1)]
         first.known += [1, 2, 3, 4, 5, 6]
     rows_of(proposer)
-    assert propose(proposer, [second], [1]) == [continuation(second.known, 1, 1)]
+    assert propose(proposer, [second], [1]) == [continuation(second.known, 1)]
     assert rows_of(proposer) == [[11]]  # the first sees nothing of the first twelve tokens any more
     check(proposer)
 
@@ -224,12 +224,12 @@ def test_a_sibling_whose_window_has_freed_kv_starts_over() -> None:
 def test_blocks_come_from_sequences_that_do_not_draft_now() -> None:
     proposer = draft_model(num_blocks=3, draft_depth=2)
     seqs = [sequence([i, 2, 3, 4, 5, 6], seq_id=(i, 0)) for i in range(2)]
-    expected = [continuation(seq.known, 2, 1) for seq in seqs]
+    expected = [continuation(seq.known, 2) for seq in seqs]
     short = sequence([9], seq_id=(2, 0))
     assert propose(proposer, [*seqs, short], [2, 2, 2]) == [
         expected[0],
         NO_DRAFT,
-        continuation([9], 2, 1),
+        continuation([9], 2),
     ]
     assert propose(proposer, seqs[1:], [2]) == expected[1:]
     check(proposer)
@@ -240,10 +240,15 @@ def test_blocks_come_from_sequences_that_do_not_draft_now() -> None:
 
 
 def test_no_draft_exceeds_the_length_that_the_draft_was_trained_for() -> None:
-    proposer = draft_model(max_length=12, draft_depth=3, draft_width=2)
-    for length, budget in ((9, 6), (10, 4), (11, 2), (12, 0), (13, 0)):
-        seq = sequence(list(range(length)), seq_id=(length, 0))
-        assert propose(proposer, [seq], [6]) == [continuation(seq.known, budget, 2)]
+    for width in (1, 2):
+        proposer = draft_model(max_length=12, draft_depth=3, draft_width=width)
+        for length, depth in ((9, 3), (10, 2), (11, 1), (12, 0), (13, 0)):
+            seq = sequence(list(range(length)), seq_id=(length, 0))
+            (draft,) = propose(proposer, [seq], [3 * width])
+            assert len(draft.tokens) == depth * width
+            assert max(map(len, paths(draft)), default=0) <= depth
+            if width == 1:
+                assert draft == continuation(seq.known, depth)
 
 
 @pytest.mark.parametrize("method", ["exact", "rejection"])
@@ -291,12 +296,9 @@ def compute(
     rows_of(proposer)
 
 
-@pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("windows", [(0,), (5, 0)])
-def test_first_layers_continue_from_the_kv_of_the_model(
-    width: int, windows: tuple[int, ...]
-) -> None:
-    proposer, kv = self_draft(windows, draft_depth=3, draft_width=width)
+def test_first_layers_continue_from_the_kv_of_the_model(windows: tuple[int, ...]) -> None:
+    proposer, kv = self_draft(windows, draft_depth=3)
     lengths = [
         (6, 5),
         (20, 4),
@@ -309,10 +311,8 @@ def test_first_layers_continue_from_the_kv_of_the_model(
     ]
     for seq, (_, computed) in zip(seqs, lengths, strict=True):
         compute(proposer, kv, seq, computed, 3)
-    budgets = [3 * width, 1, 3, 0]
-    expected = [
-        continuation(seq.known, budget, width) for seq, budget in zip(seqs, budgets, strict=True)
-    ]
+    budgets = [3, 1, 3, 0]
+    expected = [continuation(seq.known, nodes) for seq, nodes in zip(seqs, budgets, strict=True)]
     expected[2] = NO_DRAFT
     assert propose(proposer, seqs, budgets) == expected
     assert rows_of(proposer) == [[1, 16], [1], [1]]
@@ -331,15 +331,15 @@ def test_first_layers_sample_with_the_noise_of_the_sequence(method: Any) -> None
 
 def test_logits_that_are_not_finite_end_a_draft_and_no_other() -> None:
     kv = toy_kv(20, SIZE)
-    bad = continuation([1, 2, 3], 3, 1).tokens[1]
+    bad = continuation([1, 2, 3], 3).tokens[1]
     proposer = DraftModelProposer(
         ToyExecutable(SIZE, broken=bad), kv, 100, 3, 1, probabilities=False
     )
     other = next(
         [4, token]
         for token in range(VOCAB)
-        if bad not in (token, *continuation([4, token], 3, 1).tokens)
+        if bad not in (token, *continuation([4, token], 3).tokens)
     )
     seqs = [sequence([1, 2, 3]), sequence([bad], seq_id=(1, 0)), sequence(other, seq_id=(2, 0))]
-    first = continuation([1, 2, 3], 2, 1)
-    assert propose(proposer, seqs, [3, 3, 3]) == [first, NO_DRAFT, continuation(other, 3, 1)]
+    first = continuation([1, 2, 3], 2)
+    assert propose(proposer, seqs, [3, 3, 3]) == [first, NO_DRAFT, continuation(other, 3)]

@@ -25,15 +25,16 @@ from headrace.logit_ops import Expand, SamplerState, StepResult
 from headrace.proposer import Pays, ProposerTraits, SequenceView, always_pays
 from headrace.record import frozen
 from headrace.speculation.proposers.chains import ACCEPTANCE, TIME_LIMIT, Chain, chain, grow
+from headrace.speculation.proposers.dynamic_tree import GrowingTree, grow_trees
 from headrace.speculation.proposers.trees import merge
 
 _CATCH_UP_ROWS = 512
 """Max known tokens in one step."""
 
 
-def max_rows(depth: int) -> int:
-    """Max slots that a draft of `depth` tokens reserves at once."""
-    return _CATCH_UP_ROWS + depth - 1
+def max_rows(nodes: int) -> int:
+    """Max slots that a draft of `nodes` tokens reserves at once."""
+    return _CATCH_UP_ROWS + nodes - 1
 
 
 class DraftText(Protocol):
@@ -152,6 +153,8 @@ class DraftModelProposer:
         self, seqs: list[SequenceView], budgets: list[int], pays: Pays = always_pays
     ) -> list[DraftTree]:
         chains: dict[int, Chain] = {}
+        trees: dict[int, GrowingTree] = {}
+        num_slots = (self._depth - 1) * self.traits.width
         catching_up: list[tuple[_DraftContext, TokenRun]] = []
         rows_left = _CATCH_UP_ROWS
         new_requests = set[int]()
@@ -169,22 +172,43 @@ class DraftModelProposer:
             computed = context.agreed
             num_uncomputed = len(known) - computed
             num_rows = min(num_uncomputed, rows_left)
-            if not num_rows or not self._reserve(context, num_rows + self._depth - 1, seqs):
+            if not num_rows or not self._reserve(context, num_rows + num_slots, seqs):
                 continue
             rows_left -= num_rows
             run = TokenRun(known[computed : computed + num_rows], computed, context.tables)
-            if num_rows == num_uncomputed:
+            if num_rows == num_uncomputed and self._grows_trees:
+                trees[i] = GrowingTree(
+                    seq=seq,
+                    run=run,
+                    budget=num_nodes,
+                    depth=min(self._depth, max_depth),
+                    pays=partial(pays, i),
+                )
+            elif num_rows == num_uncomputed:
                 chains[i] = self._chain(seq, run, num_nodes)
                 chains[i].pays = partial(pays, i)
             else:
                 catching_up.append((context, run))
 
         self._catch_up(catching_up)
-        grow(self._launch, list(chains.values()), self.traits.width, self.kv.block_size)
-        return [
-            self._draft(seq, chains[i], budgets[i]) if i in chains else NO_DRAFT
-            for i, seq in enumerate(seqs)
-        ]
+        width, block_size = self.traits.width, self.kv.block_size
+        grow(self._launch, list(chains.values()), width, block_size)
+        drafts = {i: self._draft(seqs[i], grown, budgets[i]) for i, grown in chains.items()}
+        grow_trees(list(trees.values()), width, block_size, self._launch_tree, self._launch_tree)
+        for i, tree in trees.items():
+            self._contexts[seqs[i]].tokens[:] = seqs[i].known
+            drafts[i] = tree.draft
+        return [drafts.get(i, NO_DRAFT) for i in range(len(seqs))]
+
+    @property
+    def _grows_trees(self) -> bool:
+        """A draft in another vocabulary is a chain with siblings, whose text is cut again."""
+        return self.traits.width > 1 and self._vocabulary is None
+
+    def _launch_tree(
+        self, batch: RaggedBatch, ops: Sequence[Expand], trees: Sequence[GrowingTree]
+    ) -> StepResult:
+        return self._executable.launch(batch, ops).wait()
 
     def _launch(
         self, batch: RaggedBatch, ops: Sequence[Expand], chains: Sequence[Chain]

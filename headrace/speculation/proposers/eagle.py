@@ -22,11 +22,12 @@ from headrace.batch import NO_DRAFT, Commit, DraftTree, RaggedBatch
 from headrace.kv.manager import KvManager, Tables
 from headrace.kv.prefix import Hit, Node, PrefixCache
 from headrace.kv.rows import TokenRun, batch_of_runs, move_slots
-from headrace.logit_ops import Expanded, StepResult
+from headrace.logit_ops import Expand, Expanded, StepResult
 from headrace.proposer import Pays, ProposerTraits, SequenceView, always_pays
 from headrace.record import frozen
 from headrace.speculation.proposers.chains import ACCEPTANCE, TIME_LIMIT, Chain, chain
 from headrace.speculation.proposers.device_chains import grow_on_device
+from headrace.speculation.proposers.dynamic_tree import GrowingTree, grow_trees, launched_nodes
 
 Row = Any
 """A row of the target or of the drafter: floats [width], or the handle of a row on a device."""
@@ -39,9 +40,9 @@ _MAX_WAITING_ON_DEVICE = 16
 """The same, if the rows take memory of a device."""
 
 
-def max_rows(depth: int) -> int:
-    """Max slots that a draft of `depth` tokens reserves at once."""
-    return _MAX_ROWS + depth - 1
+def max_rows(nodes: int) -> int:
+    """Max slots that a draft of `nodes` tokens reserves at once."""
+    return _MAX_ROWS + nodes - 1
 
 
 @frozen(eq=False)
@@ -159,22 +160,72 @@ class EagleProposer:
         if sum(len(context.waiting) for context in by_seq.values()) > _MAX_ROWS:
             self._catch_up(by_seq, kept=1, busy=seqs)
 
+        pairs = {
+            i: self._pairs(seqs[i], context, len(context.waiting))
+            for i, context in ready.items()
+            if context.waiting and self._reserve(context, seqs)
+        }
+        # The device keeps no rows of trees.
+        if self.traits.width > 1 and self._programs.on_device is None:
+            drafts = self._trees(pairs, budgets, pays)
+        else:
+            drafts = self._chains(pairs, budgets, pays)
+        return [drafts.get(i, NO_DRAFT) for i in range(len(seqs))]
+
+    def _chains(
+        self, pairs: dict[int, _Pairs], budgets: list[int], pays: Pays
+    ) -> dict[int, DraftTree]:
         chains: dict[int, tuple[Chain, _Pairs]] = {}
-        for i, context in ready.items():
-            if context.waiting and self._reserve(context, seqs):
-                pairs = self._pairs(seqs[i], context, len(context.waiting))
-                grown = chain(
-                    seqs[i],
-                    len(context.places),
-                    context.tables,
-                    min(budgets[i], self._max_depth(context) * self.traits.width),
-                    probabilities=self._probabilities,
-                    pays=partial(pays, i),
-                )
-                grown.run = pairs.run
-                chains[i] = grown, pairs
+        for i, first in pairs.items():
+            context = first.context
+            grown = chain(
+                first.seq,
+                len(context.places),
+                context.tables,
+                min(budgets[i], self._max_depth(context) * self.traits.width),
+                probabilities=self._probabilities,
+                pays=partial(pays, i),
+            )
+            grown.run = first.run
+            chains[i] = grown, first
         self._grow(list(chains.values()))
-        return [chains[i][0].draft if i in chains else NO_DRAFT for i in range(len(seqs))]
+        return {i: grown.draft for i, (grown, _) in chains.items()}
+
+    def _trees(
+        self, pairs: dict[int, _Pairs], budgets: list[int], pays: Pays
+    ) -> dict[int, DraftTree]:
+        trees = {
+            i: GrowingTree(
+                seq=first.seq,
+                run=first.run,
+                budget=min(budgets[i], self._max_depth(first.context) * self.traits.width),
+                depth=self._max_depth(first.context),
+                pays=partial(pays, i),
+            )
+            for i, first in pairs.items()
+        }
+
+        def launch_first(
+            batch: RaggedBatch, ops: Sequence[Expand], _: Sequence[GrowingTree]
+        ) -> StepResult:
+            inputs = np.stack([row for each in pairs.values() for row in each.rows])
+            return self._programs.from_target.launch(batch._replace(inputs=inputs), ops)
+
+        def launch_later(
+            batch: RaggedBatch, ops: Sequence[Expand], growing: Sequence[GrowingTree]
+        ) -> StepResult:
+            inputs = [
+                tree.rows.get(tree.parents[node], tree.root_row)
+                for tree in growing
+                for node in launched_nodes(tree)
+            ]
+            return self._programs.from_itself.launch(batch._replace(inputs=np.stack(inputs)), ops)
+
+        width, block_size = self.traits.width, self.kv.block_size
+        grow_trees(list(trees.values()), width, block_size, launch_first, launch_later)
+        for first in pairs.values():
+            self._keep(first)
+        return {i: tree.draft for i, tree in trees.items()}
 
     def _max_depth(self, context: _Context) -> int:
         left = self._programs.max_length - len(context.places) - len(context.waiting)
@@ -305,7 +356,9 @@ class EagleProposer:
         If necessary, it takes the slots of sequences that do not draft. Returns success.
         """
         computed = len(context.places)
-        num_slots = len(context.waiting) + self._depth - 1 if count is None else count
+        num_slots = count
+        if num_slots is None:
+            num_slots = len(context.waiting) + (self._depth - 1) * self.traits.width
         self.kv.trim(context.tables, computed)
         self.kv.advance(context.tables, computed, computed)
         while (copies := self.kv.allocate(context.tables, computed, num_slots)) is None:

@@ -9,9 +9,11 @@ from functools import partial
 
 from headrace.backend import Executable
 from headrace.batch import NO_DRAFT, Commit, DraftTree, RaggedBatch
+from headrace.kv.rows import TokenRun
 from headrace.logit_ops import Expand, StepResult
 from headrace.proposer import Pays, ProposerTraits, SequenceView, always_pays
-from headrace.speculation.proposers.chains import ACCEPTANCE, TIME_LIMIT, Chain, chain, grow
+from headrace.speculation.proposers.chains import ACCEPTANCE, TIME_LIMIT, chain, grow
+from headrace.speculation.proposers.dynamic_tree import GrowingTree, grow_trees
 
 _MAX_UNCOMPUTED = 16
 """Tokens without KV, which are computed twice. More cost more than a draft gains."""
@@ -35,12 +37,44 @@ class SelfDraftProposer:
             acceptance=ACCEPTANCE,
         )
         self._executable = executable
+        self._depth = depth
         self._block_size = block_size
         self._probabilities = probabilities
 
     def propose(
         self, seqs: list[SequenceView], budgets: list[int], pays: Pays = always_pays
     ) -> list[DraftTree]:
+        drafting = {
+            i: (seq, nodes)
+            for i, (seq, nodes) in enumerate(zip(seqs, budgets, strict=True))
+            if nodes > 0 and len(seq.known) - seq.computed <= _MAX_UNCOMPUTED
+        }
+        if self.traits.width > 1:
+            grown = self._trees(drafting, pays)
+        else:
+            grown = self._chains(drafting, pays)
+        return [grown.get(i, NO_DRAFT) for i in range(len(seqs))]
+
+    def _trees(
+        self, drafting: dict[int, tuple[SequenceView, int]], pays: Pays
+    ) -> dict[int, DraftTree]:
+        trees = {
+            i: GrowingTree(
+                seq=seq,
+                run=TokenRun(seq.known[seq.computed :], seq.computed, seq.tables),
+                budget=nodes,
+                depth=self._depth,
+                pays=partial(pays, i),
+            )
+            for i, (seq, nodes) in drafting.items()
+        }
+        width, block_size = self.traits.width, self._block_size
+        grow_trees(list(trees.values()), width, block_size, self._launch, self._launch)
+        return {i: tree.draft for i, tree in trees.items()}
+
+    def _chains(
+        self, drafting: dict[int, tuple[SequenceView, int]], pays: Pays
+    ) -> dict[int, DraftTree]:
         chains = {
             i: chain(
                 seq,
@@ -50,14 +84,13 @@ class SelfDraftProposer:
                 probabilities=self._probabilities,
                 pays=partial(pays, i),
             )
-            for i, (seq, nodes) in enumerate(zip(seqs, budgets, strict=True))
-            if nodes > 0 and len(seq.known) - seq.computed <= _MAX_UNCOMPUTED
+            for i, (seq, nodes) in drafting.items()
         }
         grow(self._launch, list(chains.values()), self.traits.width, self._block_size)
-        return [chains[i].draft if i in chains else NO_DRAFT for i in range(len(seqs))]
+        return {i: each.draft for i, each in chains.items()}
 
     def _launch(
-        self, batch: RaggedBatch, ops: Sequence[Expand], chains: Sequence[Chain]
+        self, batch: RaggedBatch, ops: Sequence[Expand], growing: Sequence[object]
     ) -> StepResult:
         return self._executable.launch(batch, ops).wait()
 
