@@ -234,3 +234,48 @@ def test_eagle_has_no_draft_without_the_row_of_the_last_token() -> None:
     assert proposer.propose([seq], [4]) == [NO_DRAFT]
     seq.known.pop()
     engine.close()
+
+
+class Idle:
+    """Lets a proposer draft for sequences of at least some tokens only."""
+
+    def __init__(self, proposer: Any, min_tokens: int) -> None:
+        self.observe = proposer.observe
+        self._propose, self._min_tokens = proposer.propose, min_tokens
+
+    def propose(self, seqs: list[Any], budgets: list[int], *rest: Any) -> list[DraftTree]:
+        if len(seqs[0].known) < self._min_tokens:
+            return [NO_DRAFT] * len(seqs)
+        drafts: list[DraftTree] = self._propose(seqs, budgets, *rest)
+        return drafts
+
+
+def test_an_idle_drafter_computes_no_output_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes the prompt, once drops old rows of the output, and drafts after the gap."""
+    monkeypatch.setattr(eagle, "_MAX_WAITING", 8)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    request = (list(range(30)), params)
+    launches: list[int] = []
+    for min_tokens in (1000, 80):
+        engine, proposers = draft_engine(
+            MODEL, "draft_model", drafter=random_drafter(MODEL, taps=TAPS), slots=512
+        )
+        proposer = proposers["draft_model"]
+        assert isinstance(proposer, EagleProposer)
+        guard = engine._speculation._guards["draft_model"]
+        guard._proposer = Idle(proposer, min_tokens)
+        launch = proposer._programs.from_target.launch
+
+        def counted(batch: Any, ops: Any, launch: Any = launch) -> StepResult:
+            launches.append(len(batch.tokens))
+            result: StepResult = launch(batch, ops)
+            return result
+
+        monkeypatch.setattr(proposer._programs.from_target, "launch", counted)
+        (result,) = run_all(engine, [request])
+        (plain,) = run_all(tiny_engine(MODEL, "cpu", kv_dtype="f32"), [request])
+        same(result, plain, exact=True)
+        stats = engine.stats()
+        assert stats.proposer_failures == 0 and (stats.drafted > 0) == (min_tokens < 1000)
+        if min_tokens == 1000:
+            assert sum(launches) < 30 + 8  # the rows of the prompt, and a few more

@@ -69,6 +69,10 @@ class _Context:
     """The last node of its full blocks in the prefix cache; None: they are not kept."""
     waiting: list[tuple[int, Row]] = field(default_factory=list)
     """Positions and rows of pairs without KV, ascending and after `places`."""
+    is_idle: bool = False
+    """Whether it has not drafted since rows were last computed or dropped. Then rows of the output
+    are dropped, so that drafts that do not pay cost no launch.
+    """
 
     @property
     def end(self) -> int:
@@ -129,7 +133,11 @@ class EagleProposer:
                 if position >= context.end:
                     context.waiting.append((position, rows_of_step(row)))
             if len(context.waiting) > self._max_waiting:
-                full[seq] = context
+                if context.is_idle and context.waiting[0][0] >= seq.prompt_len:
+                    del context.waiting[: -(self._max_waiting // 2)]
+                else:
+                    full[seq] = context
+                context.is_idle = True
         if full:
             self._catch_up(full, kept=self._max_waiting // 2, busy=seqs)
 
@@ -156,6 +164,8 @@ class EagleProposer:
             and context.waiting
             and len(context.places) + len(context.waiting) < self._programs.max_length
         }
+        for context in ready.values():
+            context.is_idle = False
         by_seq = {seqs[i]: context for i, context in ready.items()}
         if sum(len(context.waiting) for context in by_seq.values()) > _MAX_ROWS:
             self._catch_up(by_seq, kept=1, busy=seqs)
