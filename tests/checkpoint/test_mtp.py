@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,25 @@ def test_mtp_drafts_equal_the_published_equations(target: Checkpoint, reference:
     guard._proposer = recorder = Recorder(guard._proposer)
     run_all(engine, [(prompt, GREEDY) for prompt in PROMPTS])
     assert engine.stats().proposer_failures == 0 and len(recorder.drafts) > 20
+    for known, drafted in recorder.drafts:
+        assert drafted == twin(*reference, known, len(drafted))
+
+
+def test_mtp_on_a_gpu_drafts_the_published_equations(target: Checkpoint, reference: Any) -> None:
+    """The layer's rows and tokens stay on the device."""
+    checked = (target.spec, dict(target.tensors))
+    engine, _ = draft_engine(
+        checked,
+        "draft_model",
+        "cuda",
+        drafter=open_mtp(target),
+        depth=3,
+        compile=partial(compile_program, activations="f32"),
+    )
+    guard = engine._speculation._guards["draft_model"]
+    guard._proposer = recorder = Recorder(guard._proposer)
+    run_all(engine, [(PROMPTS[0], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))])
+    assert engine.stats().proposer_failures == 0 and len(recorder.drafts) > 2
     for known, drafted in recorder.drafts:
         assert drafted == twin(*reference, known, len(drafted))
 

@@ -1,11 +1,14 @@
 """EAGLE-3 drafts on the device: equal to drafts by way of the host, however late the device is."""
 
 from collections.abc import Mapping
+from functools import cache
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headrace.backend.cuda.drafter import CudaDrafter
 from headrace.backend.cuda.executable import CudaExecutable
@@ -16,16 +19,19 @@ from headrace.backend.cuda.workspace import Workspace
 from headrace.checkpoint.drafter import Drafter
 from headrace.config import KvConfig
 from headrace.loader import drafts
+from headrace.model import trace_model
 from headrace.outputs import RequestOutput
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 from headrace.sampling_params import SamplingParams
 from headrace.speculation.proposers import eagle
+from headrace.speculation.proposers.eagle import DrafterPrograms
 from headrace.structured_outputs import StructuredOutputs
 from tests.backend.cuda.late import LateStream
 from tests.draft_engines import draft_engine
 from tests.drafters import random_drafter
 from tests.engine.test_promise import Ask, same
+from tests.mixtures import ARRIVALS, ASKS, MIXTURES, Arrival, mixture_is_right, result_of
 from tests.speculation.test_eagle import Recorder
 from tests.tiny import run_all, tiny_engine, tiny_model
 
@@ -53,7 +59,7 @@ STRUCTURED: list[Ask] = [
     ),
     ([6, 5], SamplingParams(temperature=0, max_tokens=4, min_tokens=3)),
 ]
-ASKS = {"greedy": GREEDY, "sampled": SAMPLED, "structured": STRUCTURED}
+KINDS = {"greedy": GREEDY, "sampled": SAMPLED, "structured": STRUCTURED}
 
 
 def drafted(
@@ -88,13 +94,13 @@ def by_way_of_the_host(
         return drafted(asks, drafter, **options)
 
 
-@pytest.mark.parametrize("kind", ASKS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", [0, 20], ids=["all tokens", "some tokens"])
 def test_drafts_on_the_device_are_those_of_the_host(
     monkeypatch: pytest.MonkeyPatch, kind: str, vocab: int
 ) -> None:
     """They also change no token of plain decoding."""
-    asks, drafter = ASKS[kind], random_drafter(MODEL, vocab=vocab, taps=TAPS)
+    asks, drafter = KINDS[kind], random_drafter(MODEL, vocab=vocab, taps=TAPS)
     mine, results = drafted(asks, drafter)
     expected, _ = by_way_of_the_host(monkeypatch, asks, drafter)
     assert mine == expected and any(map(len, mine))
@@ -179,3 +185,71 @@ def test_a_store_keeps_rows_until_they_are_dropped() -> None:
     assert torch.equal(out[:2], torch.tensor([[6.0, 7, 8], [0, 1, 2]]))
     del others
     assert store.num_kept == 0
+
+
+EOS = (60,)
+LATE = LateStream()
+
+
+class Served(NamedTuple):
+    """A compiled model with a drafter, for many engines."""
+
+    executable: CudaExecutable
+    programs: DrafterPrograms
+
+
+@cache
+def served(stream: Stream, is_prepared: bool) -> Served:
+    spec, tensors = MODEL
+    program = trace_model(spec, tensors).with_pooled().with_taps(TAPS)
+    kv = KvConfig((60,), 4, "bf16")
+    made = CudaExecutable(program, tensors, kv, torch.bfloat16, stream)
+    drafter = random_drafter(MODEL, vocab=20, taps=TAPS)
+    programs = drafts.compile_drafter(drafter, spec, made, kv, 3)
+    if is_prepared:
+        for each in (made, programs.from_target.executable, programs.from_itself.executable):
+            each.prepare(16, 4)
+    return Served(made, programs)
+
+
+@cache
+def alone(which: int) -> RequestOutput:
+    """A request by itself, in one piece, without drafts."""
+    made = served(HostStream(), False).executable
+    engine = tiny_engine(
+        MODEL, "cuda", executable=made, eos_ids=EOS, slots=240, kv_dtype="bf16", prefix_cache=False
+    )
+    return result_of(engine, ASKS[which])
+
+
+@settings(max_examples=max(2, MIXTURES // 2), deadline=None)
+@given(
+    arrivals=ARRIVALS,
+    speed=st.sampled_from([0, 0.1, 1]),
+    seed=st.integers(0, 1000),
+    is_prepared=st.booleans(),
+    width=st.sampled_from([1, 1, 2]),
+    adaptive_speculation=st.booleans(),
+    max_num_batched_tokens=st.sampled_from([5, 9, 64]),
+    max_num_seqs=st.sampled_from([2, 32]),
+    prefix_cache=st.booleans(),
+    slots=st.sampled_from([40, 240]),
+)
+def test_mixtures_with_a_drafter_have_the_tokens_of_single_requests(
+    arrivals: list[Arrival], speed: float, seed: int, is_prepared: bool, width: int, **config: Any
+) -> None:
+    LATE.speed, LATE.random = speed, Random(seed)
+    model = served(LATE, is_prepared)
+    proposer = eagle.EagleProposer(
+        model.programs, 3, width, probabilities=False, prefix_cache=config["prefix_cache"]
+    )
+    engine = tiny_engine(
+        MODEL,
+        "cuda",
+        executable=model.executable,
+        proposer=proposer,
+        eos_ids=EOS,
+        kv_dtype="bf16",
+        **config,
+    )
+    mixture_is_right(engine, arrivals, [alone(arrival.which) for arrival in arrivals], ASKS, {})
