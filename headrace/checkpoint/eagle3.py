@@ -4,7 +4,8 @@ Both have the tensors of one decoder layer over rows of the target (`headrace/mo
 The authors name the layer `midlayer` and describe it in config.json itself (SafeAILab/EAGLE);
 `speculators` names it `layers.0` and describes it in `transformer_layer_config`
 (vllm-project/speculators, `models/eagle3/config.py`). Token i of the drafter is token i + d2t[i] of
-the target, and t2d says which tokens of the target it has.
+the target, and t2d says which tokens of the target it has. `headrace distil` writes the authors'
+layout, with `embedding_in_residual` for its variant.
 """
 
 from collections.abc import Mapping
@@ -86,6 +87,7 @@ def _spec(config: JsonFields, num_layers: int) -> ModelSpec:
         target_dim=config.integer("target_hidden_size", spec.dim),
         vocab_size=config.integer("draft_vocab_size", spec.vocab_size),
         norm_before_residual=config.flag("norm_before_residual", False),
+        embedding_in_residual=config.flag("embedding_in_residual", False),
     )
     spec = replace(spec, architecture="eagle3", tied_embeddings=False, drafter=drafter)
     return checked_spec(spec, config.where)

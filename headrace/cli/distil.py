@@ -1,7 +1,7 @@
 """Train a drafter for a model, or a smaller model, on this machine.
 
-`distil draft MODEL OUT` lets the model answer prompts, and trains an EAGLE-3 drafter on the
-answers: a small layer over the model's rows that drafts tokens for speculative decoding. `distil
+`distil draft MODEL OUT` lets the model answer prompts, and trains a drafter on the answers:
+a small layer over the model's rows that drafts tokens for speculative decoding. `distil
 student MODEL OUT --layers N` trains a smaller model of the same family, which begins as parts of
 the model, and prints an evaluation of both. The prompts are yours (`--prompts`), or the model
 writes them. OUT appears when it is complete. A stopped training goes on with the same command.
@@ -32,7 +32,7 @@ EXAMPLES = """\
   headrace distil student smollm2 smollm2-half --layers 15 --learn outputs,logits,rows"""
 
 KINDS = ("draft", "student")
-_OF_KIND = {"draft": ("vocab_size", "taps"), "student": STUDENT_OPTIONS}
+_OF_KIND = {"draft": ("layer", "vocab_size", "taps"), "student": STUDENT_OPTIONS}
 """Options of one kind alone. Their default is None."""
 
 
@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "kind",
         choices=KINDS,
         metavar="KIND",
-        help="draft: an EAGLE-3 drafter; student: a smaller model of the same family",
+        help="draft: a drafter over the rows of MODEL; student: a smaller model of the same family",
     )
     add_model(parser, optional=False)
     parser.add_argument("out", type=Path, metavar="OUT", help="new folder of the trained model")
@@ -75,6 +75,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     draft = parser.add_argument_group("drafter")
     draft.add_argument(
+        "--kind",
+        dest="layer",
+        choices=("joined", "eagle3"),
+        help="joined (the default): one matrix joins embedding and rows, which drafts better after "
+        "a short training; eagle3: the layer of EAGLE-3, which other engines load too",
+    )
+    draft.add_argument(
         "--vocab-size",
         type=whole_number(64, 2**20),
         metavar="N",
@@ -86,7 +93,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=whole_numbers(0, 2**12),
         metavar="N,...",
         help="layers of the model before which it reads rows; the number of layers: after the last "
-        "(default: a quarter, three quarters and all of the layers)",
+        "(default: 2, the number of layers less 3, and the number of layers)",
     )
     add_student(parser)
     training = parser.add_argument_group("training")
@@ -134,6 +141,7 @@ def _run_draft(args: argparse.Namespace) -> int:
         prompts=args.prompts,
         num_tokens=args.tokens,
         temperature=args.temperature,
+        kind=args.layer or DraftOptions.kind,
         taps=args.taps or (),
         vocab_size=args.vocab_size or VOCAB_SIZE,
         steps=args.steps or 0,

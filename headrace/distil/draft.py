@@ -1,11 +1,11 @@
 """Trains an EAGLE-3 drafter on recorded answers of its target (Li et al. 2025).
 
-The drafter learns the target's distribution over its tokens, at answers alone. Its layer starts
-from the target's last layer, its head and norm from the target's. The tokens of the drafter are
-those most frequent in the answers.
+The drafter learns the target's distribution over its tokens, at answers alone. Its tokens are the
+most frequent ones of the answers. `draft_start.py` has its first weights.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,13 +14,17 @@ from torch import Tensor
 
 from headrace.checkpoint.load import Checkpoint
 from headrace.distil.answers import AnswerSet
-from headrace.distil.draft_layer import DraftLayer
+from headrace.distil.draft_layer import DraftLayer, shifted
 from headrace.distil.draft_loss import SoftCrossEntropy
+from headrace.distil.draft_start import copy_target, ridge, stored_matrix
 from headrace.distil.packing import Batch, Piece, TrainingOrder, cut, packed
 from headrace.errors import RequestError, UnsupportedModelError
+from headrace.measure.progress import ProgressCallback, track
 from headrace.model.spec import DrafterSpec, ModelSpec, RopeSpec
 from headrace.record import frozen
 
+DraftKind = Literal["joined", "eagle3"]
+"""EAGLE-3's layer, or its variant whose residual stream starts with embedding and rows, joined."""
 DEPTH = 4
 """Drafts in a row that are trained and evaluated."""
 _STEP_DECAY = 0.8
@@ -29,11 +33,15 @@ _MAX_ROW_LENGTH = 512
 """Tokens of a row of a batch; longer answers are cut."""
 _BATCH_TOKENS = 2048
 _HELD_OUT_BATCHES = 8
+_START_BATCHES = 200
+"""Batches from which the first linear maps are computed."""
+_SCALES = 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0
+_SCALE_BATCHES = 2
 _CHUNK_ROWS = 4096
 
 
 def draft_spec(
-    target: ModelSpec, taps: Sequence[int], vocab_size: int, norm_before_residual: bool = False
+    target: ModelSpec, taps: Sequence[int], vocab_size: int, kind: DraftKind
 ) -> ModelSpec:
     """The specification of a drafter whose layer has the target's widths.
 
@@ -50,7 +58,7 @@ def draft_spec(
         taps=tuple(taps),
         target_dim=target.dim,
         vocab_size=min(vocab_size, target.vocab_size),
-        norm_before_residual=norm_before_residual,
+        embedding_in_residual=kind == "joined",
     )
     return ModelSpec(
         architecture="eagle3",
@@ -112,20 +120,22 @@ class DraftStudent:
         special: frozenset[int],
         *,
         vocab_size: int,
+        kind: DraftKind = "joined",
         seed: int = 0,
         dtype: torch.dtype | None = None,
     ) -> None:
         """`dtype` is the type of products; None: bfloat16 if the processor multiplies it."""
         self.target, self.answers = target, answers
-        self.spec = draft_spec(target.spec, answers.meta.taps, vocab_size)
+        self.spec = draft_spec(target.spec, answers.meta.taps, vocab_size, kind)
         assert self.spec.drafter
         size = self.spec.drafter.vocab_size
         self.tokens = frequent_tokens(answers, special, size, target.spec.vocab_size)
         self.dtype = dtype or product_type()
-        self._head = _matrix(target, "embed" if target.spec.tied_embeddings else "head")
-        self._embedding = _matrix(target, "embed").to(self.dtype)
+        self._head = stored_matrix(target, "embed" if target.spec.tied_embeddings else "head")
+        self._embedding = stored_matrix(target, "embed").to(self.dtype)
         self._drafted_head = self._head[torch.from_numpy(self.tokens)].to(self.dtype)
-        self.module = initialised(self.spec, target, self._head, self.tokens, seed)
+        self.module = DraftLayer(self.spec)
+        self._seed = seed
 
         longest = max(map(int, answers.lengths), default=0)
         self._row_length = min(_MAX_ROW_LENGTH, -(-longest // 64) * 64)
@@ -140,19 +150,75 @@ class DraftStudent:
         self._held_out = held_out[:_HELD_OUT_BATCHES]
         self._best: list[Tensor] = []
 
+    @property
+    def rate_shares(self) -> dict[str, float]:
+        """Shares of the learning rate for parts that start well; a coherent step of Adam changes a
+        row by the rate times the width of its input.
+        """
+        drafter = self.spec.drafter
+        assert drafter
+        is_joined = drafter.embedding_in_residual
+        return {"fc": 0.05, "fc_own": 0.05, "lm_head": 0.2} if is_joined else {}
+
+    def start(self, on_progress: ProgressCallback) -> None:
+        """Set the first weights: parts of the target, and the best linear maps."""
+        tokens = torch.from_numpy(self.tokens)
+        copy_target(self.module, self.spec, self.target, self._head[tokens], self._seed)
+        drafter = self.spec.drafter
+        assert drafter
+        if drafter.embedding_in_residual:
+            count = min(_START_BATCHES, self._order.num_batches)
+            wanted_norm = self.module.norm.weight.detach().clone()
+            for own in (False, True):
+                steps = track(range(count), count, "first weights", on_progress)
+                weight = ridge(self._start_pairs(step, wanted_norm, own=own) for step in steps)
+                linear = self.module.fc_own if own else self.module.fc
+                with torch.no_grad():
+                    linear.weight.copy_(weight)
+                if not own:
+                    self._set_confidence(wanted_norm)
+
+    @torch.no_grad()
+    def _set_confidence(self, norm: Tensor) -> None:
+        """Scale the norm before the head, so that the first loss is least."""
+
+        def loss(scale: float) -> float:
+            self.module.norm.weight.copy_(scale * norm)
+            losses = [self.loss(step, 1)[0].item() for step in range(_SCALE_BATCHES)]
+            return float(sum(losses))
+
+        best = min(_SCALES, key=loss)
+        self.module.norm.weight.copy_(best * norm)
+
+    @torch.no_grad()
+    def _start_pairs(self, step: int, norm: Tensor, *, own: bool) -> tuple[Tensor, Tensor]:
+        """Inputs of a first matrix [N, width], and the rows of the target [N, dim] that they should
+        give, before its last norm with the weights `norm`.
+        """
+        inputs = self._inputs(self._order.batch(step))
+        depths, embeddings = inputs.depths, inputs.embeddings
+        rows = inputs.taps
+        if own:
+            (rows,) = self.module.rows(embeddings, inputs.taps, inputs.positions, inputs.groups, 1)
+            rows = shifted(rows, 1, 1)
+        chosen = depths >= int(own)
+        pairs = self.module.pairs(embeddings, rows, own=own).flatten(0, 1)[chosen].float()
+        wanted = inputs.final[chosen[depths >= 0]] / norm
+        return pairs, wanted
+
     def _pieces(self, sequences: Sequence[int]) -> list[Piece]:
         lengths = [int(self.answers.lengths[i]) for i in sequences]
         return [piece for piece in cut(sequences, lengths, self._row_length) if len(piece) > 1]
 
-    def loss(self, step: int) -> tuple[Tensor, int]:
-        """Return the mean cross-entropy over all steps and answer pairs of a batch."""
+    def loss(self, step: int, num_drafts: int = DEPTH) -> tuple[Tensor, int]:
+        """Return the mean cross-entropy over the drafts of all answer pairs of a batch."""
         inputs = self._inputs(self._order.batch(step))
         logits = self._target_logits(inputs.final, self._drafted_head)
         probabilities = logits.softmax(-1).to(self.dtype)
         depths = inputs.depths
         number = torch.cumsum(depths >= 0, 0) - 1
         rows, index, weights = list[Tensor](), list[Tensor](), list[Tensor]()
-        for i, x in enumerate(self._rows(inputs)):
+        for i, x in enumerate(self._rows(inputs, num_drafts)):
             chosen = (depths >= i).nonzero().squeeze(1)
             rows.append(x[chosen])
             index.append(number[chosen])
@@ -183,7 +249,7 @@ class DraftStudent:
             is_answer, best = inputs.depths >= 0, torch.full_like(inputs.depths, -1)
             best[is_answer] = self._best[number]
             agreed = list[Tensor]()
-            for i, x in enumerate(self._rows(inputs)):
+            for i, x in enumerate(self._rows(inputs, DEPTH)):
                 drafted = torch.from_numpy(self.tokens)[(x.to(self.dtype) @ matrix.T).argmax(-1)]
                 chosen = inputs.depths >= i
                 agreed.append((drafted == best) & chosen)
@@ -204,10 +270,10 @@ class DraftStudent:
         shares = " ".join(f"{figures[f'acceptance_{i}']:.2f}" for i in range(1, DEPTH + 1))
         return f"held-out {shares}, {figures['tokens_per_step']:.2f} tokens a step"
 
-    def _rows(self, inputs: _Inputs) -> Iterator[Tensor]:
+    def _rows(self, inputs: _Inputs, num_drafts: int) -> Iterator[Tensor]:
         """Yield the normed rows [rows * positions, dim] of each step."""
         for rows in self.module.rows(
-            inputs.embeddings, inputs.taps, inputs.positions, inputs.groups, DEPTH
+            inputs.embeddings, inputs.taps, inputs.positions, inputs.groups, num_drafts
         ):
             yield self.module.norm(rows).flatten(0, 1)
 
@@ -257,76 +323,10 @@ class DraftStudent:
         )
 
 
-def initialised(
-    spec: ModelSpec, target: Checkpoint, head: Tensor, tokens: NDArray[np.int64], seed: int
-) -> DraftLayer:
-    """Make a drafter from parts of the target, and from random numbers by seed."""
-    drafter = spec.drafter
-    assert drafter
-    module = DraftLayer(spec)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.dim() > 1:
-                deviation = 0.5 * parameter.shape[1] ** -0.5
-                parameter.normal_(0, deviation, generator=generator)
-        # The mixed row starts as the last tap.
-        module.fc.weight.zero_()
-        module.fc.weight[:, -drafter.target_dim :] = torch.eye(spec.dim)
-        module.lm_head.weight.copy_(head[torch.from_numpy(tokens)])
-        if target.spec.norm == "rms":
-            module.norm.weight.copy_(_matrix(target, "norm").flatten())
-        _copy_last_layer(module, spec, target)
-    return module
-
-
-def _copy_last_layer(module: DraftLayer, spec: ModelSpec, target: Checkpoint) -> None:
-    """Start from the target's last layer, as far as its matrices have the drafter's shapes.
-
-    The layer reads pairs of an embedding and a row; the target's matrices go to the rows.
-    """
-    layer = f"layers.{target.spec.num_layers - 1}"
-    attention, mlp, dim = module.midlayer.self_attn, module.midlayer.mlp, spec.dim
-    whole = {"o": attention.o_proj, "gate": mlp.gate_proj, "up": mlp.up_proj, "down": mlp.down_proj}
-    for name, linear in whole.items():
-        matrix = _part(target, f"{layer}.{name}")
-        if matrix is not None and matrix.shape == linear.weight.shape:
-            linear.weight.copy_(matrix)
-    halves = {"q": attention.q_proj, "k": attention.k_proj, "v": attention.v_proj}
-    for name, linear in halves.items():
-        matrix = _part(target, f"{layer}.{name}")
-        if matrix is not None and matrix.shape == linear.weight[:, dim:].shape:
-            if name != "v":
-                matrix = half_split(matrix, spec)
-            linear.weight[:, dim:] = matrix
-    norms = {
-        "attn_norm": module.midlayer.hidden_norm,
-        "mlp_norm": module.midlayer.post_attention_layernorm,
-    }
-    for name, norm in norms.items():
-        vector = _part(target, f"{layer}.{name}")
-        if vector is not None and target.spec.norm == "rms" and vector.numel() == dim:
-            norm.weight.copy_(vector.flatten())
-
-
-def half_split(matrix: Tensor, spec: ModelSpec) -> Tensor:
-    """The rows of queries or keys as files have them: first halves of rotary pairs first."""
-    heads = matrix.reshape(-1, spec.head_dim, matrix.shape[1])
-    return torch.cat([heads[:, ::2], heads[:, 1::2]], 1).reshape(matrix.shape)
-
-
 def product_type() -> torch.dtype:
     """bfloat16 if the processor multiplies it, otherwise float32."""
     able = torch.cpu.get_capabilities()
     return torch.bfloat16 if able.get("avx512_bf16") or able.get("amx_bf16") else torch.float32
-
-
-def _part(target: Checkpoint, name: str) -> Tensor | None:
-    return _matrix(target, name) if name in target.tensors else None
-
-
-def _matrix(target: Checkpoint, name: str) -> Tensor:
-    return torch.from_numpy(np.array(target.tensors[name].dequantise(), np.float32))
 
 
 def _earlier(x: Tensor, count: int) -> Tensor:

@@ -58,6 +58,7 @@ def draft_config(spec: ModelSpec) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
         "norm_before_residual": drafter.norm_before_residual,
+        "embedding_in_residual": drafter.embedding_in_residual,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(drafter.taps)},
     }
 

@@ -25,14 +25,21 @@ class DraftLayer(nn.Module):
         drafter = spec.drafter
         assert drafter and spec.rope
         width = len(drafter.taps) * drafter.target_dim
-        self.fc = _Linear(width, spec.dim)
-        self.midlayer = _Layer(spec, drafter.norm_before_residual)
+        self._is_joined = drafter.embedding_in_residual
+        if self._is_joined:
+            self.fc = _Linear(spec.dim + width, spec.dim)
+            self.fc_own = _Linear(2 * spec.dim, spec.dim)
+            self.taps_norm = _Norm(width, spec.norm_eps, len(drafter.taps))
+        else:
+            self.fc = _Linear(width, spec.dim)
+        self.midlayer = _Layer(spec)
         self.norm = _Norm(spec.dim, spec.norm_eps)
         self.lm_head = _Linear(spec.dim, drafter.vocab_size)
         frequencies, self._factor = inverse_frequencies(
             spec.rope, spec.max_context, spec.max_context
         )
         self._frequencies = torch.from_numpy(frequencies)
+        self._norm_before_residual = drafter.norm_before_residual
 
     def rows(
         self, embeddings: Tensor, taps: Tensor, positions: Tensor, groups: Tensor, num_steps: int
@@ -52,13 +59,42 @@ class DraftLayer(nn.Module):
         turns = self._turns(positions)
         same = groups[:, :, None] == groups[:, None, :]
         distance = torch.arange(length)[:, None] - torch.arange(length)[None]
-        rows, keys, results = self.fc(taps).float(), Keys(), list[Tensor]()
+        tokens = self.midlayer.input_layernorm(embeddings)
+        inputs, residual = self._of_target(tokens, taps)
+        keys, results = Keys(), list[Tensor]()
         for step in range(num_steps):
+            if step:
+                inputs, residual = self._of_itself(tokens, shifted(results[-1], 1, 1))
             hidden = ~(same & (distance >= step))[:, None, None]
-            rows = self.midlayer(embeddings, rows, turns, hidden, keys)
-            results.append(rows)
-            rows = shifted(rows, 1, 1)
+            results.append(self.midlayer(inputs, residual, turns, hidden, keys))
         return results
+
+    def pairs(self, embeddings: Tensor, rows: Tensor, *, own: bool) -> Tensor:
+        """Return the inputs [..., width] of the matrix of joined rows, `own` or a target's."""
+        tokens = self.midlayer.input_layernorm(embeddings)
+        normed = self.norm(rows) if own else self.taps_norm(rows)
+        return torch.cat([tokens, normed.to(tokens.dtype)], -1)
+
+    def _of_target(self, tokens: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
+        """The inputs of attention, and the residual stream in f32, of the first step."""
+        if not self._is_joined:
+            return self._separate(tokens, self.fc(taps).float())
+        return self._joined(self.fc(torch.cat([tokens, self.taps_norm(taps)], -1)).float(), tokens)
+
+    def _of_itself(self, tokens: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of a further step, from rows of the step before it."""
+        if not self._is_joined:
+            return self._separate(tokens, rows)
+        pair = torch.cat([tokens, self.norm(rows).to(tokens.dtype)], -1)
+        return self._joined(self.fc_own(pair).float(), tokens)
+
+    def _joined(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self.midlayer.hidden_norm(x).to(tokens.dtype), x
+
+    def _separate(self, tokens: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        normed = self.midlayer.hidden_norm(rows)
+        inputs = torch.cat([tokens, normed.to(tokens.dtype)], -1)
+        return inputs, normed if self._norm_before_residual else rows
 
     def logits(self, rows: Tensor) -> Tensor:
         """The logits [..., drafter's tokens] of rows, for the token after the next one."""
@@ -72,34 +108,33 @@ class DraftLayer(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, spec: ModelSpec, norm_before_residual: bool) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
+        assert spec.drafter
+        width = spec.dim * (1 if spec.drafter.embedding_in_residual else 2)
         self.input_layernorm = _Norm(spec.dim, spec.norm_eps)
         self.hidden_norm = _Norm(spec.dim, spec.norm_eps)
-        self.self_attn = _Attention(spec)
+        self.self_attn = _Attention(spec, width)
         self.post_attention_layernorm = _Norm(spec.dim, spec.norm_eps)
         self.mlp = _Mlp(spec)
-        self._norm_before_residual = norm_before_residual
 
     def forward(
         self,
-        embeddings: Tensor,
-        rows: Tensor,
+        inputs: Tensor,
+        residual: Tensor,
         turns: tuple[Tensor, Tensor],
         hidden: Tensor,
         keys: Keys,
     ) -> Tensor:
         """Append the keys of a step to `keys`, and return its rows."""
-        dtype, normed = embeddings.dtype, self.hidden_norm(rows)
-        pair = torch.cat([self.input_layernorm(embeddings), normed.to(dtype)], -1)
-        x = normed if self._norm_before_residual else rows
-        x = x + self.self_attn(pair, turns, hidden, keys)
-        result: Tensor = x + self.mlp(self.post_attention_layernorm(x).to(dtype))
+        x = residual + self.self_attn(inputs, turns, hidden, keys)
+        normed = self.post_attention_layernorm(x).to(inputs.dtype)
+        result: Tensor = x + self.mlp(normed)
         return result
 
 
 class _Attention(nn.Module):
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, width: int) -> None:
         super().__init__()
         self._heads, self._kv_heads, self._width = (
             spec.num_heads,
@@ -107,9 +142,9 @@ class _Attention(nn.Module):
             spec.head_dim,
         )
         q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.q_proj = _Linear(2 * spec.dim, q_width)
-        self.k_proj = _Linear(2 * spec.dim, kv_width)
-        self.v_proj = _Linear(2 * spec.dim, kv_width)
+        self.q_proj = _Linear(width, q_width)
+        self.k_proj = _Linear(width, kv_width)
+        self.v_proj = _Linear(width, kv_width)
         self.o_proj = _Linear(q_width, spec.dim)
 
     def forward(
@@ -161,17 +196,22 @@ class _Linear(nn.Module):
 
 
 class _Norm(nn.Module):
-    """RMSNorm in the type of its input, which `nn.RMSNorm` computes slowly if its weight has
-    another.
+    """RMSNorm in the type of its input, over `parts` equal parts of a row.
+
+    `nn.RMSNorm` is slow if its weight has another type.
     """
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, parts: int = 1) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self._eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+        self._eps, self._parts = eps, parts
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self._eps)
+        weight = self.weight.to(x.dtype)
+        if self._parts == 1:
+            return functional.rms_norm(x, x.shape[-1:], weight, self._eps)
+        parts = x.unflatten(-1, (self._parts, -1))
+        return functional.rms_norm(parts, parts.shape[-1:], None, self._eps).flatten(-2) * weight
 
 
 class _Mlp(nn.Module):

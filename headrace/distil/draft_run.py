@@ -7,7 +7,7 @@ from dataclasses import asdict
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from headrace.checkpoint.fingerprint import fingerprint
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
@@ -47,6 +47,8 @@ class DraftOptions:
     """Temperature of the answers."""
     taps: tuple[int, ...] = ()
     """Layers before which rows are taken; empty: `default_taps`."""
+    kind: Literal["joined", "eagle3"] = "joined"
+    """joined or eagle3 (`distil/draft.py`)."""
     vocab_size: int = VOCAB_SIZE
     """Number of tokens that the drafter can draft."""
     steps: int = 0
@@ -79,8 +81,8 @@ class TrainedDraft:
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """Rows at a quarter and at three quarters of the depth, and those after the last layer."""
-    return tuple(sorted({num_layers // 4, 3 * num_layers // 4, num_layers}))
+    """The rows before layers 2 and n - 3, and those after the last layer, n."""
+    return tuple(sorted({min(2, num_layers - 1), max(0, num_layers - 3), num_layers}))
 
 
 def train_draft(
@@ -109,11 +111,18 @@ def train_draft(
 
     torch.set_num_threads(options.threads or usable_cores())
     special = target.load_tokenizer().special_ids
-    size = options.vocab_size
-    student = DraftStudent(target, answers, special, vocab_size=size, seed=options.seed)
+    student = DraftStudent(
+        target,
+        answers,
+        special,
+        vocab_size=options.vocab_size,
+        kind=options.kind,
+        seed=options.seed,
+    )
     identity = {
         "model": answers.meta.fingerprint,
         "answers": _digest(answers),
+        "kind": options.kind,
         "vocab_size": options.vocab_size,
         "steps": options.steps,
         "seed": options.seed,
@@ -123,9 +132,12 @@ def train_draft(
         steps=options.steps,
         minutes=options.minutes,
         learning_rate=options.learning_rate,
+        rate_shares=student.rate_shares,
         save_seconds=options.save_seconds,
     )
-    curve = train(student, work / "state.safetensors", training, identity, on_progress)
+    curve = train(
+        student, work / "state.safetensors", training, identity, on_progress, student.start
+    )
     files = _curve_files(model, curve, student)
     write_drafter(out, student.spec, student.module, student.tokens, files)
     shutil.rmtree(work, ignore_errors=True)

@@ -7,8 +7,8 @@ step alone, and the state has all else.
 
 import math
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -35,6 +35,9 @@ _MAX_NORM = 1.0
 _BETAS = 0.9, 0.95
 
 
+Start = Callable[[ProgressCallback], None]
+
+
 class Student(Protocol):
     """What the loop trains."""
 
@@ -58,6 +61,8 @@ class TrainingOptions:
     """Number of steps; 0: as many as fit into `minutes`."""
     minutes: float = 30.0
     learning_rate: float = 1e-3
+    rate_shares: Mapping[str, float] = field(default_factory=dict)
+    """Share of the learning rate for parameters with these first parts of their names."""
     weight_decay: float = 0.01
     save_seconds: float = 60.0
     """Seconds between two states on disk."""
@@ -69,14 +74,17 @@ def train(
     options: TrainingOptions,
     identity: Identity,
     on_progress: ProgressCallback,
+    start: Start | None = None,
 ) -> Curve:
     """Train a student, or go on from the file `state`, and return the curve.
+
+    `start` sets the first weights of a training without a state.
 
     Raises RequestError if the state is of another training (`identity`), and HeadraceError if the
     loss is not finite or the disk refuses the state; the last whole state is kept.
     """
     run = _Run(student, state, options, identity)
-    run.restore()
+    run.restore(start, on_progress)
     while not run.is_done:
         run.step(on_progress)
     return run.progress.curve
@@ -90,18 +98,20 @@ class _Run:
         self._state = state
         self._options = options
         self._identity = identity
-        self._optimiser = _optimiser(student.module, options.weight_decay)
+        self._optimiser = _optimiser(student.module, options)
         self._speed = 0.0  # tokens per second
         self._step_seconds: list[float] = []
         self._saved_at = time.monotonic()
         self.progress = Progress(num_steps=options.steps)
 
-    def restore(self) -> None:
-        """Load the state, or evaluate the first weights."""
+    def restore(self, start: Start | None, on_progress: ProgressCallback) -> None:
+        """Load the state, or set and evaluate the first weights."""
         found = load_state(self._state, self._student.module, self._optimiser, self._identity)
         if found:
             self.progress = found
         else:
+            if start:
+                start(on_progress)
             self._add_point(self._student.evaluate())
 
     @property
@@ -137,7 +147,7 @@ class _Run:
         """Take a step, and return its loss and number of tokens."""
         rate = learning_rate(self._options.learning_rate, self.progress)
         for group in self._optimiser.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["share"]
         self._optimiser.zero_grad()
         loss, num_tokens = self._student.loss(self.progress.step)
         loss.backward()
@@ -199,11 +209,15 @@ def learning_rate(rate: float, progress: Progress) -> float:
     return rate * (_LAST_RATE + (1 - _LAST_RATE) * (1 + math.cos(math.pi * share)) / 2)
 
 
-def _optimiser(module: nn.Module, weight_decay: float) -> torch.optim.AdamW:
+def _optimiser(module: nn.Module, options: TrainingOptions) -> torch.optim.AdamW:
     """AdamW, without decay of vectors."""
-    parameters = list(module.parameters())
-    groups = [
-        {"params": [each for each in parameters if each.dim() > 1], "weight_decay": weight_decay},
-        {"params": [each for each in parameters if each.dim() <= 1], "weight_decay": 0.0},
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
+        share = options.rate_shares.get(name.partition(".")[0], 1.0)
+        decay = options.weight_decay if parameter.dim() > 1 else 0.0
+        groups.setdefault((share, decay), []).append(parameter)
+    settings = [
+        {"params": parameters, "share": share, "weight_decay": decay}
+        for (share, decay), parameters in groups.items()
     ]
-    return torch.optim.AdamW(groups, betas=_BETAS, fused=True)
+    return torch.optim.AdamW(settings, betas=_BETAS, fused=True)

@@ -66,6 +66,12 @@ class TrainingOrder:
         self._epoch, self._first_step = -1, 0
         self._batches: list[Batch] = []
 
+    @property
+    def num_batches(self) -> int:
+        """The number of batches of the first epoch."""
+        self.batch(0)
+        return len(self._batches)
+
     def batch(self, step: int) -> Batch:
         """Return the batch of a step, from 0."""
         if step < self._first_step:

@@ -115,6 +115,8 @@ class DrafterSpec:
     """Tokens that it can draft."""
     norm_before_residual: bool = False
     """Whether the residual stream starts with the norm of the rows."""
+    embedding_in_residual: bool = False
+    """Whether the residual stream starts with a matrix of the token's embedding and the rows."""
     fuse_bias: bool = False
     """Whether the matrix that joins rows has a bias."""
     row_first: bool = False

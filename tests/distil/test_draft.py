@@ -15,8 +15,11 @@ import pytest
 import torch
 
 from headrace import LLM, SamplingParams
+from headrace.checkpoint.drafters import open_drafter
+from headrace.checkpoint.load import open_checkpoint
 from headrace.checkpoint.safetensors import read_safetensors
-from headrace.distil.answers import AnswerSet
+from headrace.cli.main import main
+from headrace.distil.answers import AnswerSet, open_answers
 from headrace.distil.curve import Curve
 from headrace.distil.draft import DraftStudent
 from headrace.distil.draft_run import DraftOptions, TrainedDraft, train_draft
@@ -28,7 +31,7 @@ from tests.distil.conftest import write_model
 from tests.tiny import tiny_model
 
 OPTIONS = DraftOptions(
-    num_tokens=600, vocab_size=80, steps=30, learning_rate=3e-3, temperature=1.0, threads=1
+    num_tokens=400, vocab_size=80, steps=16, learning_rate=3e-3, temperature=1.0, threads=1
 )
 TARGET = tiny_target(tiny_model(4, layers=4))
 
@@ -102,7 +105,7 @@ from pathlib import Path
 from headrace.distil.draft_run import DraftOptions, train_draft
 
 options = DraftOptions(
-    num_tokens=600, vocab_size=80, steps=30, learning_rate=3e-3, temperature=1.0, threads=1
+    num_tokens=400, vocab_size=80, steps=16, learning_rate=3e-3, temperature=1.0, threads=1
 )
 
 def slow(step, share):
@@ -138,17 +141,25 @@ class Stop(Exception):
 
 
 def run(
-    answers: AnswerSet, state: Path, stop_after: int = 0, **options: float
+    answers: AnswerSet,
+    state: Path,
+    stop_after: int = 0,
+    words: list[str] | None = None,
+    **options: float,
 ) -> tuple[DraftStudent, Curve]:
-    """Train, and stop by an exception after a step (0: train to the end)."""
+    """Train, and stop by an exception after a step (0: train to the end). `words` are the steps."""
     student = DraftStudent(TARGET, answers, frozenset(), vocab_size=40, dtype=torch.float32)
 
     def on_progress(step: str, share: float) -> None:
+        if words is not None:
+            words.append(step)
         if stop_after and step.startswith(f"training; step {stop_after} "):
             raise Stop
 
     settings = TrainingOptions(**{"steps": 24, "save_seconds": 0.0} | options)  # type: ignore[arg-type]
-    return student, train(student, state, settings, {"seed": 0, "vocab_size": 40}, on_progress)
+    return student, train(
+        student, state, settings, {"seed": 0, "vocab_size": 40}, on_progress, student.start
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -160,7 +171,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one(answers: AnswerSet, tmp_
     """Weights and losses are equal to the bit, whenever the run was stopped."""
     whole, curve = run(answers, tmp_path / "whole.safetensors")
     state = tmp_path / "state.safetensors"
-    for step in (1, 7, 20, 23):
+    for step in (1, 20):
         with pytest.raises(Stop):
             run(answers, state, stop_after=step)
     resumed, other = run(answers, state)
@@ -175,13 +186,15 @@ def test_a_resumed_training_equals_an_uninterrupted_one(answers: AnswerSet, tmp_
 def test_minutes_give_a_number_of_steps_that_a_resumed_run_keeps(
     answers: AnswerSet, tmp_path: Path
 ) -> None:
-    state = tmp_path / "state.safetensors"
-    with pytest.raises(Stop):
-        run(answers, state, stop_after=22, steps=0, minutes=0.05)
-    _, curve = run(answers, state, steps=0, minutes=0.05)
-    _, longer = run(answers, state, steps=0, minutes=9.0)
-    assert curve.points[-1].step > 20
-    assert longer == curve
+    """The first 20 steps are timed. A resumed run with other minutes has the same number."""
+    state, numbers = tmp_path / "state.safetensors", list[str]()
+    for stop_after, minutes in ((22, 9.0), (24, 0.1)):
+        words = list[str]()
+        with pytest.raises(Stop):
+            run(answers, state, stop_after, words, steps=0, minutes=minutes)
+        assert words[-1].startswith(f"training; step {stop_after} of ")
+        numbers.append(words[-1].partition(" of ")[2].partition(", loss")[0])
+    assert numbers[0] == numbers[1] and int(numbers[0].replace(",", "")) > 24
 
 
 @pytest.mark.parametrize("name", ["seed", "vocab_size"])
@@ -265,3 +278,28 @@ def test_the_drafted_tokens_are_the_frequent_and_the_special_ones(answers: Answe
     assert rare in student.tokens and (np.diff(student.tokens) > 0).all()
     others = np.delete(counts, student.tokens)
     assert counts[student.tokens[student.tokens != rare]].min() >= others.max()
+
+
+def test_distil_draft_prints_what_it_trained_and_how_to_use_it(
+    teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, out, answers = tmp_path / "prompts.txt", tmp_path / "draft", tmp_path / "answers"
+    prompts.write_text("\n".join(f"river {i}" for i in range(12)))
+    options = "--tokens 120 --temperature 1 --kind eagle3 --vocab-size 80 --taps 1,3 --steps 2"
+    options += " --learning-rate 0.01 --seed 3 --threads 1"
+    command = ["distil", "draft", str(teacher), str(out), *options.split()]
+    command += ["--prompts", str(prompts), "--answers", str(answers)]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert f"headrace run {teacher} --draft-model {out}" in text
+    assert "2 steps" in text and "tokens a step" in text
+
+    meta = open_answers(answers).meta
+    assert (meta.taps, meta.seed, meta.temperature) == ((1, 3), 3, 1.0)
+    config = json.loads((out / "config.json").read_text())
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3]
+    assert config["draft_vocab_size"] == 80 and not config["embedding_in_residual"]
+    drafter = open_drafter(out, open_checkpoint(teacher))
+    assert drafter.tensors["fuse"].shape == (32, 64)
+    assert main(command) == 2
+    assert "exists; remove it" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """The torch layer of a drafter computes what the engine computes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,17 @@ from headrace.batch import RaggedBatch
 from headrace.checkpoint.drafters import open_drafter
 from headrace.config import KvConfig
 from headrace.convert.sequence_batch import num_blocks, sequence_batch
-from headrace.distil.draft import draft_spec
+from headrace.distil.draft import DraftStudent, draft_spec
 from headrace.distil.draft_files import write_drafter
 from headrace.distil.draft_layer import DraftLayer
 from headrace.distil.draft_loss import SoftCrossEntropy
+from headrace.distil.draft_start import ridge
 from headrace.loader.drafts import drafter_program
+from headrace.measure.progress import ignore_progress
+from headrace.model.spec import ModelSpec
 from headrace.quant.arrays import Floats
-from tests.distil.answer_folders import tiny_target
+from headrace.quant.formats import StoredTensor
+from tests.distil.answer_folders import tiny_target, write_answers
 from tests.tiny import tiny_model
 
 TARGET = tiny_target(tiny_model(4, layers=8))
@@ -27,9 +32,15 @@ NUM_STEPS = 4
 LENGTH = 12
 
 
-def random_layer(seed: int, norm_before_residual: bool) -> DraftLayer:
+def spec_of(kind: str) -> ModelSpec:
+    spec = draft_spec(TARGET.spec, TAPS, VOCAB, "joined" if kind == "joined" else "eagle3")
+    assert spec.drafter
+    is_normed = kind == "normed"
+    return replace(spec, drafter=replace(spec.drafter, norm_before_residual=is_normed))
+
+
+def random_layer(seed: int, spec: ModelSpec) -> DraftLayer:
     """A layer with random weights in bf16, so that files keep them exactly."""
-    spec = draft_spec(TARGET.spec, TAPS, VOCAB, norm_before_residual)
     module = DraftLayer(spec)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -71,14 +82,12 @@ class Chains:
         return sequence_batch(tokens[1:], first, end, 1, self._blocks, self._groups)
 
 
-@pytest.mark.parametrize("norm_before_residual", [False, True])
-def test_training_steps_equal_the_drafts_of_the_engine(
-    tmp_path: Path, norm_before_residual: bool
-) -> None:
+@pytest.mark.parametrize("kind", ["eagle3", "normed", "joined"])
+def test_training_steps_equal_the_drafts_of_the_engine(tmp_path: Path, kind: str) -> None:
     """Two texts share a row of the batch; each chain of each text is compared."""
     rng = np.random.default_rng(1)
-    module = random_layer(1, norm_before_residual)
-    spec = draft_spec(TARGET.spec, TAPS, VOCAB, norm_before_residual)
+    spec = spec_of(kind)
+    module = random_layer(1, spec)
     drafted = np.sort(rng.choice(spec.vocab_size, VOCAB, replace=False))
     write_drafter(tmp_path / "drafter", spec, module, drafted, {})
     chains = Chains(tmp_path / "drafter")
@@ -119,3 +128,30 @@ def test_the_loss_and_its_gradients_equal_those_of_torch() -> None:
     torch.testing.assert_close(loss, expected)
     for one, other in zip(found, torch.autograd.grad(expected, (rows, head)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_ridge_regression_finds_a_linear_map() -> None:
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(4000, 12, generator=generator)
+    matrix = torch.randn(5, 12, generator=generator)
+    noise = 0.1 * torch.randn(4000, 5, generator=generator)
+    wanted = inputs @ matrix.T + noise
+    found = ridge(zip(inputs.split(1000), wanted.split(1000), strict=True))
+    torch.testing.assert_close(found, matrix, rtol=0.02, atol=0.02)
+
+
+def test_the_first_weights_draft_better_than_chance(tmp_path: Path) -> None:
+    """Of a target whose next row is a linear map of its rows, the first weights draft all."""
+    spec, tensors = tiny_model(4, layers=8)
+    # Without attention and MLP, a row is the embedding of its token, and the tied head repeats it.
+    still = {
+        name: StoredTensor.from_floats(name, np.zeros(tensor.shape, np.float32))
+        if name.rpartition(".")[2] in ("o", "down")
+        else tensor
+        for name, tensor in tensors.items()
+    }
+    target = tiny_target((replace(spec, tied_embeddings=True), still))
+    answers = write_answers(tmp_path / "answers", target, (2, 8))
+    student = DraftStudent(target, answers, frozenset(), vocab_size=61, dtype=torch.float32)
+    student.start(ignore_progress)
+    assert student.evaluate()["acceptance_1"] > 0.9
