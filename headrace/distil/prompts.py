@@ -19,8 +19,10 @@ from headrace.record import frozen
 _MARK = "headrace-user-message"
 """A message whose place in the rendered template is the end of the head of a user turn."""
 _MIN_TOKENS = 4
-MAX_WRITTEN = 160
+_MAX_MESSAGE = 160
 """Maximum tokens of a message that a model writes itself."""
+_MAX_TEXT = 320
+"""Maximum tokens of a text for a task."""
 _BASE_TOKENS = 24
 """Tokens that a model without a chat template writes as a prompt."""
 _MIN_DISTINCT = 0.7
@@ -30,16 +32,18 @@ REASON_FIRST = (
     "Then write the answer after the word 'Answer:'."
 )
 _TOPICS = (
-    "",
-    "",
-    "The user has a question about everyday life, science, history or health.",
-    "The user asks for help with a program: to write, explain, test or correct code.",
-    "The user pastes a text of several sentences and asks for a summary of it.",
-    "The user asks for a letter, an e-mail, a story, a plan or a list.",
-    "The user has a problem of arithmetic or logic, with all its numbers.",
-    "The user pastes a short text to translate, correct, shorten or classify.",
+    ("", ""),
+    ("", ""),
+    ("The user has a question about everyday life, science, history or health.", ""),
+    ("The user asks for help with a program: to write, explain, test or correct code.", ""),
+    ("", "Summarize the following article in a few sentences.\n\nThe"),
+    ("The user asks for a letter, an e-mail, a story, a plan or a list.", ""),
+    ("The user has a problem of arithmetic or logic, with all its numbers.", ""),
+    ("", "Add comments and error handling to this code:\n\n```python\ndef"),
 )
-"""System messages under which a model writes messages in turn; none: that of its template."""
+"""A system message and the first words of the user's, under which a model writes messages in turn;
+no system message: that of its template.
+"""
 
 
 class TeacherPrompt(NamedTuple):
@@ -60,6 +64,8 @@ class PromptStart:
     """Maximum tokens that the model writes."""
     ends: bool
     """Whether the model ends the prompt itself."""
+    opening: str = ""
+    """First words of the user's message, at the end of `tokens`."""
 
 
 def file_hash(path: Path | None) -> str:
@@ -102,7 +108,7 @@ class PromptMaker:
         if not self._is_chat:
             first = self._tokenizer.prefix_ids or _known(self._tokenizer)
             return PromptStart(first, _BASE_TOKENS, ends=False)
-        topic = _TOPICS[index % len(_TOPICS)]
+        topic, opening = _TOPICS[index % len(_TOPICS)]
         system = [{"role": "system", "content": topic}] if topic else []
         message = {"role": "user", "content": _MARK}
         text = self._rendered([*system, message], add_generation_prompt=False)
@@ -112,9 +118,9 @@ class PromptMaker:
                 "the chat template of the model does not copy a user's message, so the model "
                 "cannot write prompts; give a file of prompts"
             )
-        return PromptStart(
-            tuple(self._tokenizer.encode(head, add_special=False)), MAX_WRITTEN, True
-        )
+        tokens = tuple(self._tokenizer.encode(head + opening, add_special=False))
+        max_tokens = _MAX_TEXT if opening else _MAX_MESSAGE
+        return PromptStart(tokens, max_tokens, ends=True, opening=opening)
 
     def written(
         self, start: PromptStart, output: Sequence[int], *, ended: bool
@@ -131,8 +137,9 @@ class PromptMaker:
         if not self._is_chat:
             tokens = (*start.tokens, *body)
             return TeacherPrompt(tokens, tokens)
-        text = self._tokenizer.decode(body).strip()
-        return None if _repeats(text) else self._prompt([{"role": "user", "content": text}])
+        text = self._tokenizer.decode(body)
+        message = {"role": "user", "content": f"{start.opening}{text}".strip()}
+        return None if _repeats(text) else self._prompt([message])
 
     def key(self, prompt: TeacherPrompt) -> str:
         """Return the text by which two prompts count as equal."""

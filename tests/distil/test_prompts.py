@@ -99,6 +99,8 @@ def test_start_of_a_message(maker: tuple[PromptMaker, Tokenizer]) -> None:
     with_topic = maker[1].decode(maker[0].start(3).tokens, skip_special=False)
     assert with_topic.startswith("<|im_start|>system\n")
     assert with_topic.endswith("<|im_end|>\n<|im_start|>user\n")
+    start = maker[0].start(4)
+    assert maker[1].decode(start.tokens).endswith(start.opening) and "article" in start.opening
 
 
 def test_written_messages_are_filtered(maker: tuple[PromptMaker, Tokenizer]) -> None:
@@ -115,6 +117,13 @@ def test_written_messages_are_filtered(maker: tuple[PromptMaker, Tokenizer]) -> 
     assert written("Hi") is None
     assert written("word " * 20) is None
     assert written("Name <|im_start|> rivers.") is None
+
+    text = [*tokenizer.encode(" river rose.", add_special=False), 2]
+    prompt = prompts.written(prompts.start(4), text, ended=True)
+    message = f"{prompts.start(4).opening} river rose."
+    assert prompt and tokenizer.decode(prompt.tokens, skip_special=False) == CHAT.replace(
+        "Hi", message
+    )
 
 
 def test_written_prompts_differ(teacher: Path, base_teacher: Path, tmp_path: Path) -> None:
