@@ -55,6 +55,8 @@ class DraftStats(NamedTuple):
     """Estimated seconds of the plain steps that drafts replaced, minus the time of
     drafting and of draft rows. Negative if speculation lost time.
     """
+    seconds: float = 0.0
+    """Seconds of the proposer's calls for these drafts."""
 
     def plus(self, other: "DraftStats") -> "DraftStats":
         return DraftStats(
@@ -62,6 +64,7 @@ class DraftStats(NamedTuple):
             proposed=self.proposed + other.proposed,
             accepted=self.accepted + other.accepted,
             seconds_saved=self.seconds_saved + other.seconds_saved,
+            seconds=self.seconds + other.seconds,
         )
 
     @property

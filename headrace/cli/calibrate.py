@@ -1,9 +1,10 @@
-"""Measure whether speculative decoding saves time for a model on this machine, and how deep to
-draft; or the early exit of a model; or with `--machine` the speed of this machine's kernels.
+"""Measure which drafter saves time for a model on this machine, and how deep to draft; or the early
+exit of a model; or with `--machine` the speed of this machine's kernels.
 
-The model writes a text, and each draft model predicts every token of it. A draft model is some of
-the layers of the model itself, or a smaller model. Acceptance and step times give the expected
-speed; the best draft model is then timed against plain decoding.
+The model writes a text, and sets of its own layers predict every token of it. The best set, the
+suffix tree, layers for drafts in the model's files, and the draft models and Medusa heads that you
+name are then timed against plain decoding, with 1, 4 and 16 sequences at once. The suggestion was
+faster for one sequence, and at least 0.97 times as fast as plain decoding for more.
 
 `--early-exit` finds where clear tokens may leave, in place of drafts, and writes a file for the
 lossy option of the same name.
@@ -31,11 +32,13 @@ from headrace.errors import RequestError
 
 if TYPE_CHECKING:
     from headrace.measure.calibrate import Calibration, MeasuredDraft
+    from headrace.measure.drafters import MeasuredDrafter
     from headrace.planner.calibration import Calibration as MachineCalibration
 
 EXAMPLES = """\
   headrace calibrate smollm2
   headrace calibrate MODEL --draft-model SMALLER_MODEL --prompt "def main():"
+  headrace calibrate MODEL --draft-model EAGLE3_FOLDER --medusa-heads heads.safetensors
   headrace calibrate MODEL --layers 6,12 --depth 4 --json
   headrace calibrate MODEL --early-exit 0.05 --text chats.txt --output exit.json
   headrace calibrate --machine"""
@@ -49,11 +52,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="speed of this machine's kernels for `headrace plan`, in place of drafts",
     )
-    draft = parser.add_argument_group("draft models")
+    draft = parser.add_argument_group("drafters")
     draft.add_argument(
         "--draft-model",
         metavar="MODEL",
-        help="smaller model, measured as well",
+        action="append",
+        default=[],
+        help="smaller model, or folder of an EAGLE drafter, measured as well; may be given again",
+    )
+    draft.add_argument(
+        "--medusa-heads",
+        metavar="FILE",
+        help="file or folder of Medusa heads, measured as well",
     )
     draft.add_argument(
         "--layers",
@@ -114,13 +124,14 @@ def run(args: argparse.Namespace) -> int:
     from headrace.measure.calibrate import PROMPT, TOKENS, calibrate
     from headrace.measure.table import print_json
 
-    for flag in ("prompt", "draft-model"):
-        if getattr(args, flag.replace("-", "_")) == "":
+    for flag in ("prompt", "draft-model", "medusa-heads"):
+        if getattr(args, flag.replace("-", "_")) in ("", [""]):
             raise RequestError(f"--{flag} is empty; write a text, or leave it out")
     try:
         calibration = calibrate(
             args.model or DEFAULT_MODEL,
-            draft_model=args.draft_model or "",
+            draft_model=args.draft_model,
+            medusa_heads=args.medusa_heads or "",
             layers=args.layers,
             prompt=args.prompt or PROMPT,
             tokens=args.tokens or TOKENS,
@@ -178,8 +189,8 @@ def _calibrate_machine(args: argparse.Namespace) -> int:
     from headrace.measure.table import print_json
     from headrace.planner.calibration import calibration_facts, store_calibration
 
-    options = ("model", "draft_model", "prompt", "layers", "early_exit")
-    given = [name for name in options if getattr(args, name) not in (None, "", ())]
+    options = ("model", "draft_model", "medusa_heads", "prompt", "layers", "early_exit")
+    given = [name for name in options if getattr(args, name) not in (None, "", (), [])]
     if given or args.backend != EngineConfig.backend:
         names = ", ".join(name.replace("_", "-") for name in given or ["backend"])
         raise RequestError(f"--machine measures this CPU without a model; leave out: {names}")
@@ -231,21 +242,31 @@ def _print_speeds(found: "MachineCalibration") -> None:
 def _print(calibration: "Calibration") -> None:
     from headrace.measure.table import print_table
 
+    if calibration.drafts:
+        print_table(
+            ["layers", ">acceptance", ">cost", ">depth", ">tokens/step", ">expected"],
+            [_row(draft) for draft in calibration.drafts],
+        )
+        print()
+    batches = [str(speed.batch) for speed in calibration.drafters[0].speeds]
     print_table(
-        ["draft model", ">acceptance", ">cost", ">depth", ">tokens/step", ">speed"],
-        [_row(draft) for draft in calibration.drafts],
+        ["drafter", ">accepted at 1, 2, ...", ">cost", ">depth", ">tokens/step"]
+        + [f">{kind} at {batch}" for batch in batches for kind in ("expected", "measured")],
+        [_drafter_row(each) for each in calibration.drafters],
     )
     print(
-        "\nacceptance: share of accepted draft tokens; cost: of a draft token, in plain steps; "
-        "depth: the fastest; tokens/step, speed: expected at that depth"
+        "\nacceptance: share of accepted draft tokens; accepted: share of steps that accept at "
+        "least 1, 2, ... draft tokens; cost: of a draft token, in plain steps; depth: the fastest "
+        "for one sequence; expected: speed at the best depth; measured: with adaptive "
+        "speculation, in turns with plain decoding; both with so many sequences at once"
     )
-    if trial := calibration.trial:
+    if suggestion := calibration.suggestion:
+        speed = suggestion.speeds[0]
+        options = ", ".join(f"{name}={value!r}" for name, value in suggestion.options.items())
         print(
-            f"{calibration.best.name}, measured: {trial.tokens_per_step:.2f} tokens/step, "
-            f"{trial.speed:.2f}x ({trial.spread}, {len(trial.speedups)} runs in turns)"
+            f"{suggestion.drafter.name}, one sequence: {speed.speed:.2f}x "
+            f"({min(speed.speedups):.2f}-{max(speed.speedups):.2f})"
         )
-    if trial and calibration.suggestion:
-        options = ", ".join(f"{name}={value!r}" for name, value in trial.options.items())
         print(f"Suggestion: {options}")
     else:
         print(
@@ -263,4 +284,17 @@ def _row(draft: "MeasuredDraft") -> list[str]:
         str(best.depth),
         f"{best.tokens:.2f}",
         f"{best.speedup:.2f}x",
+    ]
+
+
+def _drafter_row(measured: "MeasuredDrafter") -> list[str]:
+    shares = measured.acceptance[: max(3, measured.depth)]
+    speeds = [f"{speed:.2f}x" for each in measured.speeds for speed in (each.predicted, each.speed)]
+    return [
+        measured.drafter.name,
+        " ".join(f"{share:.2f}" for share in shares),
+        f"{measured.cost:.2f}",
+        str(measured.depth),
+        f"{measured.tokens_per_step:.2f}",
+        *speeds,
     ]

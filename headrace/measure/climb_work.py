@@ -95,7 +95,7 @@ def make_work(model: str, checkpoint: Checkpoint, tokenizer: Tokenizer, *, quick
     reader = open_prompt_reader(model, checkpoint, tokenizer)
     reader.max_model_len = _MAX_PROMPT  # longer prompts than the context's are cut
     try:
-        texts = list(islice(_questions(), number + len(_TASKS)))
+        texts = list(islice(questions(), number + len(_TASKS)))
         prompts = []
         for text in texts:
             if "default" in reader.templates:
@@ -104,7 +104,7 @@ def make_work(model: str, checkpoint: Checkpoint, tokenizer: Tokenizer, *, quick
                 ids = reader.read_chat(chat).token_ids
             else:
                 ids = reader.read_prompt(f"{SYSTEM}\n\n{text}\n\n").token_ids
-            prompts.append(_cut(ids, length // 2))
+            prompts.append(cut(ids, length // 2))
     finally:
         reader.close()
 
@@ -118,13 +118,14 @@ def make_work(model: str, checkpoint: Checkpoint, tokenizer: Tokenizer, *, quick
     )
 
 
-def _questions() -> Iterator[str]:
+def questions() -> Iterator[str]:
+    """Yield questions, programs to write and texts to correct, in turn."""
     for number in count():
         thing = _THINGS[number % len(_THINGS)]
         yield _TASKS[number % len(_TASKS)].replace("{}", thing)
 
 
-def _cut(ids: Sequence[int], length: int) -> tuple[int, ...]:
+def cut(ids: Sequence[int], length: int) -> tuple[int, ...]:
     """Keep the first and the last tokens."""
     if len(ids) <= length:
         return tuple(ids)

@@ -289,6 +289,7 @@ class SpeculationManager:
                 proposed=proposed,
                 accepted=accepted,
                 seconds_saved=accepted * token_seconds - proposed * row_seconds - call_seconds,
+                seconds=call_seconds,
             )
             self.stats[name] = self.stats[name].plus(stats)
             item.draft_stats[name] = item.draft_stats.get(name, DraftStats()).plus(stats)

@@ -10,11 +10,18 @@ import pytest
 from headrace.backend import lower_program
 from headrace.checkpoint.load import open_checkpoint
 from headrace.cli.main import main
-from headrace.measure.calibrate import Calibration, MeasuredDraft, Trial
+from headrace.measure.calibrate import Calibration, MeasuredDraft
+from headrace.measure.drafters import BatchSpeed, Drafter, MeasuredDrafter
 from headrace.model import trace_model
 from headrace.planner.draft_gain import Costs
 from headrace.planner.fit import RUNTIME_BYTES
 from tests.checkpoint.conftest import SHAPE, write_gguf  # noqa: F401 - a fixture
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.measure.drafters.ROUNDS", 1)
+    monkeypatch.setattr("headrace.measure.drafters.BATCHES", (1, 3))
 
 
 @pytest.fixture
@@ -54,7 +61,7 @@ def test_calibrate_finds_layers_without_effect(
 ) -> None:
     assert main(["calibrate", str(model), "--layers", "1,2", "--json", *QUICK]) == 0
     report = json.loads(capsys.readouterr().out)
-    one, two = report["candidates"]
+    one, two = report["layers"]
     assert (one["name"], two["name"]) == ("1 of 3 layers", "2 of 3 layers")
     assert one["acceptance"] < two["acceptance"] == 1
     assert (
@@ -62,15 +69,17 @@ def test_calibrate_finds_layers_without_effect(
         and len(two["target_seconds"]) == 4
         and two["draft_seconds"] > 0
     )
-    if trial := report["trial"]:  # whether it pays on so small a model depends on the machine
-        assert trial["options"]["proposer"] == "self_draft" and trial["tokens_per_step"] > 1
+    assert report["drafters"][0]["name"] == "suffix tree"
 
 
-def test_calibrate_with_a_draft_model(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", str(model), "--draft-model", str(model), *QUICK]) == 0
+def test_calibrate_with_drafters(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--draft-model", str(model), "--layers", "1", *QUICK)
+    assert main(["calibrate", str(model), *words]) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[1].split()[:2] == [str(model), "100%"]
-    assert "measured" in out or "None of these saves time here" in out
+    row = next(line for line in out.splitlines() if line.startswith(str(model)))
+    assert row.split()[1:4] == ["1.00", "1.00", "1.00"]
+    assert "suffix tree" in out and "measured at 3" in out
+    assert "Suggestion" in out or NOTHING_PAYS in out
 
 
 @pytest.mark.parametrize(
@@ -95,20 +104,12 @@ def test_calibrate_errors(
 def test_calibrate_beyond_memory(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The weights and KV of the draft model count next to the model."""
     checkpoint = open_checkpoint(model)
     program = lower_program(
         "cpu", trace_model(checkpoint.spec, checkpoint.tensors), checkpoint.tensors
     )
     weights, (group,) = program.weight_bytes, program.kv_groups
     enough = RUNTIME_BYTES + weights + 2 * group.block_bytes("bf16", 32)  # of 54 tokens
-    monkeypatch.setattr("headrace.loader.memory.available_memory", lambda: enough)
-    monkeypatch.setattr("headrace.measure.calibrate.MIN_SPEEDUP", 99)
-    assert main(["calibrate", str(model), "--layers", "1", *QUICK]) == 0
-    monkeypatch.setattr(
-        "headrace.measure.calibrate.compile_program", lambda *arguments: pytest.fail("compiled")
-    )
-    assert main(["calibrate", str(model), "--draft-model", str(model), *QUICK]) == 4
     monkeypatch.setattr("headrace.loader.memory.available_memory", lambda: enough - 1)
     assert main(["calibrate", str(model), "--layers", "1", *QUICK]) == 4
     assert f"{weights:,} bytes of weights" in capsys.readouterr().err
@@ -120,11 +121,10 @@ def test_calibrate_beyond_memory(
         ((1.3, 1.1, 0.9), "Suggestion: proposer='self_draft', draft_layers=2, draft_depth=3"),
         ((1.3, 0.9, 0.8), NOTHING_PAYS),
         ((1.0, 1.0, 1.0), NOTHING_PAYS),
-        (None, NOTHING_PAYS),
     ],
 )
 def test_calibrate_suggests_only_what_was_faster(
-    speedups: tuple[float, ...] | None,
+    speedups: tuple[float, ...],
     last: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -133,26 +133,22 @@ def test_calibrate_suggests_only_what_was_faster(
     draft = MeasuredDraft(
         name="2 of 3 layers", layers=2, acceptance=0.9, costs=Costs((1.0, 1.1, 1.2, 1.3), 0.1)
     )
-    trial = speedups and Trial(
-        options=draft.engine_options() | {"draft_depth": 3},
-        tokens_per_step=2.5,
-        speedups=speedups,
+    timed = MeasuredDrafter(
+        drafter=Drafter(name=draft.name, options=draft.engine_options()),
+        acceptance=(0.9, 0.8, 0.7),
+        draft_seconds=0.1,
+        plain_seconds=1.0,
+        depth=3,
+        speeds=tuple(
+            BatchSpeed(batch=batch, predicted=1.2, speedups=speedups) for batch in (1, 4, 16)
+        ),
     )
-    found = Calibration(drafts=(draft,), trial=trial or None)
+    found = Calibration(drafts=(draft,), drafters=(timed,))
     monkeypatch.setattr("headrace.measure.calibrate.calibrate", lambda *args, **kwargs: found)
     assert main(["calibrate", "model"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith(last)
-    assert ("2 of 3 layers, measured: 2.50 tokens/step" in lines[-2]) == (speedups is not None)
 
     assert main(["calibrate", "model", "--json"]) == 0
     suggestion = json.loads(capsys.readouterr().out)["suggestion"]
-    assert suggestion == (None if last == NOTHING_PAYS else "2 of 3 layers")
-
-
-def test_calibrate_times_the_best_draft(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("headrace.measure.calibrate.MIN_SPEEDUP", 0.0)
-    assert main(["calibrate", str(model), "--layers", "2", *QUICK]) == 0
-    assert "2 of 3 layers, measured:" in capsys.readouterr().out
+    assert (suggestion is None) == (last == NOTHING_PAYS)

@@ -130,10 +130,35 @@ def test_eagle3_on_the_gpu_backend(model: Path) -> None:
     assert tokens[0] == tokens[1]
 
 
-def test_calibrate_refuses_eagle3_drafters(model: Path) -> None:
+def test_calibrate_compares_all_drafters(
+    model: Path,
+    write_gguf: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An EAGLE-3 drafter, a model with other tokens, and Medusa heads."""
+    monkeypatch.setattr("headrace.measure.drafters.ROUNDS", 1)
+    monkeypatch.setattr("headrace.measure.drafters.BATCHES", (1, 3))
     own = eagle3_options(model, "authors", vocab=100)
-    with pytest.raises(RequestError, match="is a drafter over rows of the model, and calibrate"):
-        calibrate(str(model), draft_model=own["draft_model"], tokens=16)
+    other = swapped_tokens(write_gguf, 40, 41)
+    heads = options_for("medusa", model)["medusa_heads"]
+    found = calibrate(
+        str(model),
+        draft_model=[own["draft_model"], str(other)],
+        medusa_heads=heads,
+        layers=[1],
+        prompt="he",
+        tokens=16,
+        max_depth=3,
+        threads=1,
+    ).drafters
+    assert [each.drafter.name for each in found][:4] == [
+        "suffix tree",
+        own["draft_model"],
+        str(other),
+        "Medusa heads",
+    ]
+    assert all(each.draft_seconds > 0 for each in found[1:4])
+    assert found[2].acceptance[0] > 0.3 and len(found[1].acceptance) == 3
 
 
 def test_eagle3_memory_counts(model: Path) -> None:
