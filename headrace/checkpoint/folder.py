@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from headrace.checkpoint.advised_drafts import draft_notes
 from headrace.checkpoint.architecture import layout_of
 from headrace.checkpoint.files import find, list_names, member, read_file, read_json
 from headrace.checkpoint.head import settle_head
@@ -55,6 +56,7 @@ class Folder:
                 f"{self.path.name}: the folder has Medusa heads; set medusa_heads to the folder to "
                 "draft with them"
             )
+        notes += draft_notes(self.path)
         if self.text_part:
             notes.insert(0, self._text_note(self.text_part, left_out))
         if heads.equal_head:

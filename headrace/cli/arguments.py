@@ -64,6 +64,15 @@ def add_chat_template(group: Arguments) -> None:
     )
 
 
+def add_speculative_config(group: Arguments) -> None:
+    group.add_argument(
+        "--speculative-config",
+        metavar="JSON",
+        default="",
+        help="options of drafts in the form of vLLM, with method, model and num_speculative_tokens",
+    )
+
+
 def add_threads(parser: Arguments) -> None:
     parser.add_argument(
         "--threads",

@@ -204,7 +204,9 @@ class Parser(argparse.ArgumentParser):
         if flags and "--" in argv and flags[0] in self._option_string_actions:
             self.error(f"{flags[0]} is after `--`, so it is no option; put it before `--`")
         if flags:
-            nearest = _nearest(flags[0], self._option_string_actions)
+            nearest = _peer_flag(flags[0], self._option_string_actions) or _nearest(
+                flags[0], self._option_string_actions
+            )
             self.error(f"unknown option {flags[0]}{nearest}")
         if unknown:
             self.error(
@@ -219,6 +221,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise RequestError(f"{message}; see `{self.prog} --help`")
+
+
+def _peer_flag(word: str, known: Iterable[str]) -> str:
+    """Our flag for one of another engine, if the command has it."""
+    from headrace.loader.peer_options import PEER_FLAGS
+
+    flag = PEER_FLAGS.get(word, "")
+    return f" (here it is {flag})" if flag in set(known) else ""
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

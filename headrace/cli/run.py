@@ -34,6 +34,7 @@ from headrace.cli.arguments import (
     add_parallel,
     add_rope,
     add_sanitize_control_tokens,
+    add_speculative_config,
     add_threads,
 )
 from headrace.config import (
@@ -84,6 +85,7 @@ _ENGINE_OPTIONS = (
     "medusa_heads",
     "draft_depth",
     "draft_width",
+    "speculative_config",
 )
 
 
@@ -216,6 +218,7 @@ def _add_speculation(group: Arguments) -> None:
     _add(group, "draft_depth", "K", text, int)
     text = "nodes that continue at each depth, for these three proposers; more than 1 makes a tree"
     _add(group, "draft_width", "W", text, int)
+    add_speculative_config(group)
     group.add_argument(
         "--acceptance-method",
         choices=get_args(AcceptanceMethod),

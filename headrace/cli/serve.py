@@ -21,6 +21,7 @@ from headrace.cli.arguments import (
     add_modes,
     add_parallel,
     add_rope,
+    add_speculative_config,
     add_threads,
     number,
     whole_number,
@@ -56,6 +57,7 @@ _ENGINE_OPTIONS = (
     "seed",
     "proposer",
     "draft_model",
+    "speculative_config",
     *LOSSY_OPTIONS,
     *ROPE,
     *PARALLEL,
@@ -124,6 +126,7 @@ def _add_speculation(group: Arguments) -> None:
     _add_engine_option(group, "proposer", "NAME", str, text)
     text = "smaller model, best with the same vocabulary (for the proposer draft_model)"
     _add_engine_option(group, "draft_model", "MODEL", str, text)
+    add_speculative_config(group)
 
 
 def _add_engine_option(group: Arguments, name: str, metavar: str, kind: type, text: str) -> None:

@@ -138,9 +138,10 @@ def load_engine(
     `launcher` starts the processes of other ranks: see `compile_ranks`. `recorder`: see
     `load_model`. Raises as `load_model`.
     """
-    for note in filter(None, (*checkpoint.notes, unused_layers(config, checkpoint))):
-        _log.warning(note)
     drafts = open_draft_checkpoints(config, checkpoint, load_tokenizer)
+    own_notes = drafts.draft.notes if drafts.draft else ()
+    for note in filter(None, (*checkpoint.notes, unused_layers(config, checkpoint), *own_notes)):
+        _log.warning(note)
     config = with_backend(config, checkpoint, drafts)
     drafts.check_ranks(config)
     drafts = drafts.in_format(config)

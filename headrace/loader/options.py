@@ -22,6 +22,7 @@ from headrace.engine.engine import SCHEDULERS
 from headrace.errors import RequestError
 from headrace.loader.kv_size import MAX_BLOCKS
 from headrace.loader.layers import layer_choice
+from headrace.loader.peer_options import check_peer_options, with_speculative_config
 from headrace.speculation.proposers import PROPOSERS, check_replaced, check_speculation
 from headrace.validation import check_names, integer, number
 
@@ -103,10 +104,12 @@ _ROPE_FIELDS = {
 def engine_config(options: Mapping[str, Any], preset: Preset = SERVING) -> EngineConfig:
     """Return the configuration with these options, over the defaults of a preset.
 
+    `speculative_config` may have options of drafts in the form of vLLM.
     Raises RequestError if an option is unknown, a value is out of range, or options of
     speculative decoding contradict each other.
     """
-    options = _with_rope_fields(options)
+    options = with_speculative_config(_with_rope_fields(options))
+    check_peer_options(options)
     check_names("option", options, (field.name for field in fields(EngineConfig)))
     checked = {name: _checked(name, value) for name, value in options.items()}
     config = EngineConfig(**dict(preset.engine) | checked)

@@ -8,13 +8,11 @@ from itertools import chain, count, islice
 from typing import Any
 
 from headrace.config import EngineConfig, KvConfig
-from headrace.engine.engine import Engine
-from headrace.loader.load import load_model
+from headrace.loader.load import LoadedModel, load_model
 from headrace.loader.options import engine_config
 from headrace.measure.climb_work import cut, questions
 from headrace.measure.progress import ProgressCallback
 from headrace.outputs import DraftStats
-from headrace.prompts import PromptReader
 from headrace.record import frozen
 from headrace.request import RequestOptions
 from headrace.sampling_params import SamplingParams
@@ -251,15 +249,13 @@ def _best_gain(acceptance: Sequence[float], run: _Run, plain_step: float) -> tup
 class _Bench:
     """An engine that runs the first requests of a list."""
 
-    def __init__(
-        self, engine: Engine, reader: PromptReader, asked: Sequence[str], tokens: int
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, asked: Sequence[str], tokens: int) -> None:
         self.asked = asked
-        self._engine = engine
+        self._engine = loaded.engine
         self._params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-        limit = engine.limits.max_model_len - tokens
-        reader.max_model_len = _MAX_PROMPT  # longer prompts than the context's are cut
-        self._prompts = [list(cut(_read(reader, text), limit)) for text in asked]
+        limit = loaded.engine.limits.max_model_len - tokens
+        loaded.prompts.max_model_len = _MAX_PROMPT  # longer prompts than the context's are cut
+        self._prompts = [list(cut(_read(loaded, text), limit)) for text in asked]
         self._runs = count()
 
     def run(self, batch: int) -> _Run:
@@ -302,13 +298,14 @@ def _bench(
     blocks = BATCHES[-1] * (-(-longest // KvConfig.block_size) + 1)
     loaded = load_model(model, engine_config({**options, "kv_blocks": blocks}))
     try:
-        yield _Bench(loaded.engine, loaded.prompts, asked, tokens)
+        yield _Bench(loaded, asked, tokens)
     finally:
         loaded.prompts.close()
         loaded.engine.close()
 
 
-def _read(reader: PromptReader, text: str) -> list[int]:
+def _read(loaded: LoadedModel, text: str) -> list[int]:
+    reader = loaded.prompts
     if "default" in reader.templates:
         return list(reader.read_chat([{"role": "user", "content": text}]).token_ids)
     return list(reader.read_prompt(f"{text}\n\n").token_ids)
