@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,21 @@ def test_draft_model_with_other_tokens_drafts(
                 ]
         stats = llm.stats()
     assert stats.drafted > 0 and stats.accepted > 0 and stats.proposer_failures == 0
+
+
+def test_draft_model_with_other_tokens_on_the_gpu_backend(model: Path, write_gguf: Any) -> None:  # noqa: F811
+    own = {"draft_model": str(swapped_tokens(write_gguf, 40, 41)), "proposer": "draft_model"}
+    options = {**OPTIONS, "backend": "cuda", "max_num_seqs": 2, "max_num_batched_tokens": 8}
+    requests = [GREEDY, SamplingParams(seed=3)]
+    tokens = []
+    for drafts in ({}, own):
+        with LLM(str(model), **options, **drafts) as llm:
+            params = [replace(each, max_tokens=4, ignore_eos=True) for each in requests]
+            results = llm.generate(["hello", "he"], params)
+            tokens.append([result.outputs[0].token_ids for result in results])
+            stats = llm.stats()
+        assert stats.proposer_failures == 0 and (stats.drafted > 0) == bool(drafts)
+    assert tokens[0] == tokens[1]
 
 
 def test_draft_model_with_other_tokens_on_ranks(model: Path, write_gguf: Any) -> None:  # noqa: F811

@@ -5,7 +5,7 @@ sequence's tokens, so preemption, forks and prefix hits need no code here.
 
 A draft model with another vocabulary reads the text of the sequence in tokens of its own
 (universal assisted generation, Timor et al. 2025). It drafts its likeliest tokens, whose text is
-cut into tokens of the target. If the vocabularies share most tokens, and the sequence is sampled or
+cut into tokens of the target. If it has most of the target's tokens, and the sequence is sampled or
 has a constraint, it drafts shared tokens alone: with the target's noise of their ids, and only
 those that the constraint allows.
 """
