@@ -213,8 +213,9 @@ class _Run:
     def train(self) -> tuple[Curve, list[Score]]:
         """Train, write the students' folders, and evaluate all models."""
         student = self._student(self._options.learn)
-        self._save(student, "before")
-        self._check_twin(student)
+        if not (self._work / "state.safetensors").exists():
+            self._save(student, "before")
+            self._check_twin(student)
         curve = self._train(student, self._options, "state")
         self._save(student, "after")
         del student
@@ -274,15 +275,13 @@ class _Run:
         return train(student, path, training, identity, self._on_progress)
 
     def _save(self, student: "Student", name: str) -> None:
-        """Write a student, if an earlier run has not."""
-        if not (self._work / name).exists():
-            with atomic_output(self._work / name) as folder:
-                student.save(folder, self._teacher)
+        """Write a student; the folder of an earlier run is replaced."""
+        shutil.rmtree(self._work / name, ignore_errors=True)
+        with atomic_output(self._work / name) as folder:
+            student.save(folder, self._teacher)
 
     def _check_twin(self, student: "Student") -> None:
         """Raise UnsupportedModelError if transformers computes another model than the engine."""
-        if (self._work / "state.safetensors").exists():
-            return  # checked before that state
         tokens = self._answers.tokens(0)[:_CHECKED_TOKENS].tolist()
         expected = student.log_probabilities(tokens)
         path = self._work / "before"

@@ -263,8 +263,15 @@ class Stopped(Exception): ...
 def test_stopped_training_goes_on(
     large: Path, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def stop_early(step: str, share: float) -> None:
+        if step.startswith("training"):
+            raise Stopped
+
+    with pytest.raises(Stopped):  # before there is a state: another shape may follow
+        train_student(str(large), tmp_path / "whole", options(answers), stop_early)
     chosen = options(answers, learn=ALL, width=32, steps=26)
     whole = train(large, tmp_path / "whole", chosen)
+    assert whole.scores[1].weight_bytes == whole.scores[2].weight_bytes
     monkeypatch.setattr(headrace.distil.student_run, "_SAVE_SECONDS", 0.0)
 
     def stop(step: str, share: float) -> None:
