@@ -95,9 +95,9 @@ class Timed:
         self.propose_seconds: list[float] = []
         self.observe_seconds: list[float] = []
 
-    def propose(self, seqs: Any, budgets: Any) -> Any:
+    def propose(self, seqs: Any, budgets: Any, *pays: Any) -> Any:
         begun = time.perf_counter()
-        proposed = self._proposer.propose(seqs, budgets)
+        proposed = self._proposer.propose(seqs, budgets, *pays)
         self.propose_seconds.append(time.perf_counter() - begun)
         self.drafts += [draft.tokens for draft in proposed]
         return proposed

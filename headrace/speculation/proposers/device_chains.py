@@ -55,7 +55,7 @@ def _run_ahead(
         for each, value in zip(going, values, strict=True):
             if isinstance(value, Expanded) and id(each) not in ended:
                 each.grow(value, 1)
-            else:
+            if not isinstance(value, Expanded) or each.num_left <= 0:
                 ended.add(id(each))
 
 
