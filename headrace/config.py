@@ -231,6 +231,17 @@ class EngineConfig:
     """
     draft_sparsity: str = ""
     """File of thresholds, as `activation_sparsity`, for the drafts of `self_draft` only."""
+    learn_drafts: str = ""
+    """Whether the EAGLE-3 drafter of `draft_model` goes on learning from the outputs while the
+    engine is idle: `on`, or a folder that keeps what it learned for the next start; empty: off.
+    It needs the extra `train`. No token changes.
+    """
+    learn_drafts_bytes: int = 128 << 20
+    """Bytes of the latest outputs to learn from, with their rows."""
+    learn_salted: bool = False
+    """Whether `learn_drafts` also learns from requests with a cache salt: their words may then
+    show in the drafts, and so in the speed, of other requests.
+    """
     medusa_heads: str = ""
     """Safetensors file or folder for `medusa`, with heads that were trained for the model."""
     draft_depth: int = 4

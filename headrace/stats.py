@@ -80,6 +80,30 @@ class StepTotals(NamedTuple):
 NO_STEPS = StepTotals()
 
 
+class LearningStats(NamedTuple):
+    """Counters of a drafter that learns while it serves (`learn_drafts`)."""
+
+    is_on: bool = False
+    """Whether it learns; False after a failure, or without the option."""
+    tokens: int = 0
+    """Verified tokens that entered the buffer."""
+    trained_tokens: int = 0
+    """Tokens trained on, repetitions included."""
+    slices: int = 0
+    """Pieces of work of the trainer, each about 50 ms or less."""
+    swaps: int = 0
+    """Times that the proposer got new weights."""
+    rollbacks: int = 0
+    """Times that it got the earlier weights again, because acceptance fell."""
+    acceptance_before: float = 0.0
+    """Share of first drafts that were right, before the last new weights."""
+    acceptance: float = 0.0
+    """The same with the present weights."""
+
+
+NO_LEARNING = LearningStats()
+
+
 class Stats(NamedTuple):
     """Snapshot of an engine: its present state, and counters since its start.
 
@@ -142,6 +166,7 @@ class Stats(NamedTuple):
     adapter_bytes: int = 0
     """Bytes of the numbers of all adapters in memory, as they were read. Rank 0 of several keeps
     these bytes for a restart."""
+    learning: LearningStats = NO_LEARNING
 
     @property
     def blocks_total(self) -> int:

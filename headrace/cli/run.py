@@ -82,6 +82,7 @@ _ENGINE_OPTIONS = (
     "draft_top_blocks",
     "draft_weights",
     "draft_sparsity",
+    "learn_drafts",
     "medusa_heads",
     "draft_depth",
     "draft_width",
@@ -208,6 +209,11 @@ def _add_speculation(group: Arguments) -> None:
     _add(group, "draft_weights", "MODEL", text)
     text = "file of thresholds, of `headrace calibrate --sparsity`, for drafts (for self_draft)"
     _add(group, "draft_sparsity", "FILE", text)
+    text = (
+        "on: the EAGLE-3 drafter of --draft-model learns from the responses (extra train); or a "
+        "folder that keeps what it learned"
+    )
+    _add(group, "learn_drafts", "FOLDER", text)
     _add(
         group,
         "medusa_heads",

@@ -58,6 +58,9 @@ _ENGINE_OPTIONS = (
     "proposer",
     "draft_model",
     "speculative_config",
+    "learn_drafts",
+    "learn_drafts_bytes",
+    "learn_salted",
     *LOSSY_OPTIONS,
     *ROPE,
     *PARALLEL,
@@ -127,6 +130,16 @@ def _add_speculation(group: Arguments) -> None:
     text = "smaller model, best with the same vocabulary (for the proposer draft_model)"
     _add_engine_option(group, "draft_model", "MODEL", str, text)
     add_speculative_config(group)
+    text = "on: the EAGLE-3 drafter of --draft-model learns from the outputs in idle time (extra "
+    text += "train); or a folder that keeps what it learned"
+    _add_engine_option(group, "learn_drafts", "FOLDER", str, text)
+    text = "bytes of the latest outputs to learn from, with their rows"
+    _add_engine_option(group, "learn_drafts_bytes", "N", int, text)
+    group.add_argument(
+        "--learn-salted",
+        action="store_true",
+        help="learning from requests with a cache salt too; tenants may notice it in the speed",
+    )
 
 
 def _add_engine_option(group: Arguments, name: str, metavar: str, kind: type, text: str) -> None:

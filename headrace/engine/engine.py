@@ -47,8 +47,9 @@ from headrace.record import frozen
 from headrace.request import DEFAULT_OPTIONS, CheckedRequest, PoolingParams, RequestOptions
 from headrace.sampling.sampler import random_seed
 from headrace.sampling_params import SamplingParams
+from headrace.speculation.learning.learner import METHOD, DraftLearner
 from headrace.speculation.manager import SpeculationManager
-from headrace.stats import BlockMap, Stats
+from headrace.stats import NO_LEARNING, BlockMap, Stats
 from headrace.validation import token_ids
 
 SCHEDULERS: dict[str, type[Scheduler]] = {"inflight": Scheduler, "static": StaticScheduler}
@@ -91,10 +92,12 @@ class Engine:
         path: str = "",
         mode_price: str = "",
         losses: str = "",
+        learner: DraftLearner[Any] | None = None,
     ) -> None:
         """`clock` gives seconds; `publishes`: whether `headrace top` may watch the engine; `path`:
         that of the model's files, for `headrace top`; `losses`: descriptions of what is lossy, by
-        default the configuration's options; `mode_price`: their price.
+        default the configuration's options; `mode_price`: their price; `learner`: trains a
+        proposer.
         """
         self.name = name
         self.path = path
@@ -109,6 +112,9 @@ class Engine:
             limits.kv_groups, limits.kv, config.max_rows, _host_tier(executable, limits, config)
         )
         self._speculation = SpeculationManager(proposers, config, limits.vocab_size, clock)
+        self.learner = learner
+        if learner:
+            learner.connect(lambda: self._speculation.forget(METHOD))
         self._scheduler = SCHEDULERS[config.batching](self._kv, config, limits.attention_crossover)
         self._loop = StepLoop(
             scheduler=self._scheduler,
@@ -120,6 +126,7 @@ class Engine:
             jump_forward=JumpForward(config.max_draft_tokens if config.jump_forward else 0),
             clock=clock,
             detokeniser=WorkTimer(clock),
+            learner=learner,
         )
 
         self._independent = IndependentAcceptor(config.acceptance_method)
@@ -313,6 +320,8 @@ class Engine:
         ends with the error. Raises only DeviceLostError: no later step can run.
         """
         self._check_open()
+        if self.learner:
+            self.learner.begin_step()
         started = self._clock()
         num_tokens_before = self._loop.num_tokens
         updates: list[Update] = []
@@ -338,6 +347,8 @@ class Engine:
             self._forget(result.request_id)
         if step:
             self._record_step(step, started, num_tokens)
+        if self.learner:
+            self.learner.end_step(self.has_work)
         return updates
 
     def _record_step(self, step: InFlightStep, started: float, num_tokens: int) -> None:
@@ -465,6 +476,7 @@ class Engine:
             adapter_bytes=self._adapters.num_bytes,
             decode_steps=self._step_sums.decode.totals(),
             prompt_steps=self._step_sums.prompt.totals(),
+            learning=self.learner.stats() if self.learner else NO_LEARNING,
         )
 
     def block_map(self) -> BlockMap:
@@ -594,6 +606,8 @@ class Engine:
         self._loop.abandon()
         if self._publisher:
             self._publisher.close()
+        if self.learner:
+            self.learner.close()
         self._speculation.close()
         self._kv.host.close()
         self._loop.executable.close()

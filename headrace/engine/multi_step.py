@@ -15,7 +15,7 @@ from headrace.config import EngineConfig
 from headrace.engine.in_flight import InFlightStep
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.scheduler import Scheduler
-from headrace.logit_ops import LogitOp, SampleOp, SampleResult, ShiftedSampleOps, Ticket
+from headrace.logit_ops import Done, LogitOp, SampleOp, SampleResult, ShiftedSampleOps, Ticket
 
 _MAX_LAUNCHES = 16
 """No request joins, and no token reaches a caller, until all launches are finished."""
@@ -73,9 +73,10 @@ class MultiStep:
         should_stop: Callable[[], bool],
         logits: bool,
         hidden: bool,
+        keeps_taps: bool = False,
     ) -> list[Ticket]:
         """Launch up to `max_launches` times, until a sequence ends, time is up, or
-        `should_stop()`.
+        `should_stop()`. `keeps_taps`: the taps of all launches are valid afterwards.
         """
         seconds = min(self._max_seconds, max_seconds)
         max_launches = min(max_launches, self._launches_within(seconds))
@@ -85,7 +86,7 @@ class MultiStep:
         tickets: list[Ticket] = []
         for launch_batch, launch_ops in self._launches(scheduled, batch, ops, max_launches):
             ticket = self._executable.launch(launch_batch, launch_ops, logits=logits, hidden=hidden)
-            tickets.append(ticket)
+            tickets.append(_with_own_taps(ticket) if keeps_taps else ticket)
             if (
                 len(tickets) == max_launches
                 or self._clock() >= deadline
@@ -161,6 +162,12 @@ class MultiStep:
             )
             launches.append((shifted_batch, ShiftedSampleOps(sample_ops, shift)))
         return launches
+
+
+def _with_own_taps(ticket: Ticket) -> Ticket:
+    """Copy the taps, which the next launch overwrites."""
+    result = ticket.wait()
+    return ticket if result.taps is None else Done(result._replace(taps=result.taps.copy()))
 
 
 def _any_ended(ticket: Ticket, end_ids: list[frozenset[int]]) -> bool:

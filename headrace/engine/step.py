@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from headrace.backend import Executable
 from headrace.batch import Commit
@@ -24,6 +25,7 @@ from headrace.kv.manager import Copy, KvManager
 from headrace.kv.rows import move_slots, prepare_blocks
 from headrace.logit_ops import StepResult
 from headrace.outputs import Update
+from headrace.speculation.learning.learner import DraftLearner
 from headrace.speculation.manager import SpeculationManager
 
 
@@ -40,6 +42,7 @@ class StepLoop:
     jump_forward: JumpForward
     clock: Callable[[], float]
     detokeniser: WorkTimer
+    learner: DraftLearner[Any] | None = None
     in_flight: deque[InFlightStep] = field(default_factory=deque)
     num_steps: int = 0
     num_rows: int = 0
@@ -96,6 +99,7 @@ class StepLoop:
                 should_stop=should_stop,
                 logits=needs_logits,
                 hidden=needs_hidden,
+                keeps_taps=self.learner is not None,
             )
         else:
             ticket = self.executable.launch(
@@ -149,6 +153,8 @@ class StepLoop:
             seconds=self.clock() - step.started,
             num_launches=len(results),
         )
+        if self.learner:
+            self.learner.observe(commits, results, step.drafts.candidates if step.drafts else {})
 
         # Append the tokens to the outputs, and collect the new text.
         for item, commit in commits:

@@ -80,6 +80,8 @@ class EngineThread:
         self._pid = os.getpid()
         self._close_reason = ""
         self._is_released = False
+        if engine.learner:
+            engine.learner.wake_with(self._post)
         _threads.add(self)
 
     @property

@@ -14,7 +14,7 @@ from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import cache_folder, resolve
 from headrace.checkpoint.templates import Renderer
 from headrace.checkpoint.tokenizer import Tokenizer
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.errors import RequestError
 from headrace.loader.activation_sparsity import check_activation_sparsity, whole_matrices
@@ -27,12 +27,16 @@ from headrace.loader.drafts import (
     unused_layers,
 )
 from headrace.loader.early_exit import check_early_exit, with_exit_map
+from headrace.loader.kv_size import Memory
+from headrace.loader.learn_drafts import make_learner, open_learning
 from headrace.loader.memory import default_logit_rows, draft_rows, fit_memory, step_rows
 from headrace.loader.mode_price import losses, mode_price
 from headrace.loader.ranks import compile_ranks, follow_if_not_rank_0
 from headrace.loader.rope import with_rope_options
+from headrace.model.spec import ModelSpec
 from headrace.parallel.config import mesh_of, threads_per_rank
 from headrace.planner.host import release_free_memory
+from headrace.program.trace import Program
 from headrace.prompts import PromptReader
 from headrace.proposer import Proposer
 from headrace.speculation.proposers import make_proposers
@@ -144,6 +148,9 @@ def load_engine(
         _log.warning(note)
     config = with_backend(config, checkpoint, drafts)
     drafts.check_ranks(config)
+    learning = open_learning(config, checkpoint, drafts, load_tokenizer)
+    if learning:
+        drafts = replace(drafts, drafter=learning.current)
     drafts = drafts.in_format(config)
     checkpoint = _with_context(checkpoint, config)
     spec = checkpoint.spec
@@ -152,12 +159,7 @@ def load_engine(
     kv, draft_kv, memory = fit_memory(config, checkpoint, program, drafts, spec.context)
 
     if config.traits.on_gpu:
-        # Compiled kernels are kept with the models, in one folder that a container can keep.
-        os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "kernels"))
-        from headrace.backend.cuda.tile_table import load_tiles
-
-        load_tiles(cache_folder())
-
+        _use_kept_kernels()
     mesh = mesh_of(config)
     threads = threads_per_rank(config, mesh)
     weights = f"{program.weight_bytes / 1e6:,.0f} MB of weights"
@@ -178,8 +180,8 @@ def load_engine(
 
     target_rows = step_rows(config, spec.vocab_size)
     executable.prepare(target_rows.rows, target_rows.logit_rows)
+    rows = draft_rows(config, target_rows)
     for draft in draft_models.executables:
-        rows = draft_rows(config, target_rows)
         draft.prepare(rows.rows, rows.logit_rows)
 
     release_free_memory()
@@ -188,7 +190,30 @@ def load_engine(
         threads=threads,
         max_logit_rows=config.max_logit_rows or default_logit_rows(spec.vocab_size),
     )
-    limits = EngineLimits(
+    proposers: dict[str, Proposer] = make_proposers(config, draft_models)
+    if recorder:
+        proposers["recorder"] = recorder
+    learner = None
+    if learning and draft_kv:
+        learner = make_learner(
+            learning, config, checkpoint, drafts, proposers, executable, draft_kv, rows
+        )
+    return Engine(
+        executable,
+        load_tokenizer(),
+        _limits(spec, program, kv, memory),
+        config,
+        proposers,
+        name=model,
+        path=str(checkpoint.path.absolute()),
+        losses=losses(config, checkpoint),
+        mode_price=mode_price(model, config, checkpoint, load_tokenizer),
+        learner=learner,
+    )
+
+
+def _limits(spec: ModelSpec, program: Program, kv: KvConfig, memory: Memory) -> EngineLimits:
+    return EngineLimits(
         vocab_size=spec.vocab_size,
         max_model_len=spec.context,
         kv=kv,
@@ -198,20 +223,14 @@ def load_engine(
         attention_crossover=program.attention_crossover,
         has_head=spec.has_head,
     )
-    proposers: dict[str, Proposer] = make_proposers(config, draft_models)
-    if recorder:
-        proposers["recorder"] = recorder
-    return Engine(
-        executable,
-        load_tokenizer(),
-        limits,
-        config,
-        proposers,
-        name=model,
-        path=str(checkpoint.path.absolute()),
-        losses=losses(config, checkpoint),
-        mode_price=mode_price(model, config, checkpoint, load_tokenizer),
-    )
+
+
+def _use_kept_kernels() -> None:
+    """Keep compiled kernels with the models, in one folder that a container can keep."""
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "kernels"))
+    from headrace.backend.cuda.tile_table import load_tiles
+
+    load_tiles(cache_folder())
 
 
 def _start_renderer(checkpoint: Checkpoint) -> Renderer:

@@ -45,6 +45,7 @@ _INTEGERS = {  # option: (min, max)
     "max_draft_tokens": (1, 2**10),
     "draft_top_blocks": (0, 2**21),
     "draft_depth": (1, 64),
+    "learn_drafts_bytes": (0, 2**40),
     "draft_width": (1, 16),
     "seed": (0, 2**64 - 1),
 }
@@ -80,6 +81,7 @@ _FLAGS = (
     "adaptive_speculation",
     "prefix_cache",
     "jump_forward",
+    "learn_salted",
     "skip_zeros",
 )
 _TEXTS = (
@@ -89,6 +91,7 @@ _TEXTS = (
     "draft_sparsity",
     "draft_weights",
     "early_exit",
+    "learn_drafts",
     "medusa_heads",
 )
 _ROPE_FIELDS = {

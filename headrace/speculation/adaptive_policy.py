@@ -222,6 +222,12 @@ class AdaptivePolicy:
         else:
             price.record(len(nodes), sum(nodes.values()), seconds)
 
+    def forget(self, name: str) -> None:
+        proposer = self._proposers[name]
+        proposer.acceptance = AcceptanceRates(prior=proposer.traits.acceptance)
+        proposer.last = None
+        proposer.seqs.clear()
+
     def _add_probe(
         self, candidates: Mapping[Key, DraftCandidate], chosen: dict[Key, list[int]]
     ) -> None:

@@ -112,6 +112,10 @@ class SpeculationManager:
     def failures(self) -> int:
         return sum(guard.failures for guard in self._guards.values())
 
+    def forget(self, name: str) -> None:
+        """Forget the measured acceptance of a proposer."""
+        self._policy.forget(name)
+
     def close(self) -> None:
         for guard in self._guards.values():
             guard.close()

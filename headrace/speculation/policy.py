@@ -64,6 +64,9 @@ class DraftPolicy(Protocol):
     def record_call(self, name: str, nodes: Mapping[SequenceView, int], seconds: float) -> None:
         """Record the seconds of a proposer in the step, with the drafted nodes by sequence."""
 
+    def forget(self, name: str) -> None:
+        """Forget the acceptance of a proposer, which has other weights now."""
+
 
 class FixedPolicy:
     """Calls every proposer in every step and runs the largest draft of each sequence."""
@@ -104,4 +107,7 @@ class FixedPolicy:
         pass
 
     def record_call(self, name: str, nodes: Mapping[SequenceView, int], seconds: float) -> None:
+        pass
+
+    def forget(self, name: str) -> None:
         pass

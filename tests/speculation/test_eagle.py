@@ -8,6 +8,8 @@ import pytest
 from numpy.typing import NDArray
 
 from headrace.batch import NO_DRAFT, Commit, DraftTree
+from headrace.config import KvConfig
+from headrace.loader.drafts import compile_drafter
 from headrace.logit_ops import StepResult
 from headrace.quant.formats import StoredTensor
 from headrace.request import RequestOptions
@@ -279,3 +281,35 @@ def test_an_idle_drafter_computes_no_output_rows(monkeypatch: pytest.MonkeyPatch
         assert stats.proposer_failures == 0 and (stats.drafted > 0) == (min_tokens < 1000)
         if min_tokens == 1000:
             assert sum(launches) < 30 + 8  # the rows of the prompt, and a few more
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, SEVERAL], ids=["greedy", "sampled", "n"])
+@pytest.mark.parametrize("every", [2, 5])
+def test_new_weights_in_the_middle_of_requests_change_no_token(
+    params: SamplingParams, every: int
+) -> None:
+    requests = [(prompt, params) for prompt in PROMPTS]
+    drafters = [random_drafter(MODEL, seed, vocab=20, taps=TAPS) for seed in range(3)]
+    engine, proposers = draft_engine(MODEL, "draft_model", drafter=drafters[0])
+    proposer = proposers["draft_model"]
+    assert isinstance(proposer, EagleProposer)
+    plain = run_all(tiny_engine(MODEL, "cpu", kv_dtype="f32"), requests)
+
+    kv = KvConfig((8,), 32, "f32")
+    results, num_steps = {}, 0
+    ids = [engine.add_request(prompt, params) for prompt, params in requests]
+    while engine.has_work:
+        for update in engine.step():
+            if update.result:
+                results[update.request_id] = update.result
+        num_steps += 1
+        if num_steps % every == 0:
+            executable = engine._loop.executable
+            new = drafters[num_steps // every % 3]
+            proposer.use(compile_drafter(new, MODEL[0], executable, kv, 4))
+            engine._speculation.forget("draft_model")
+    for request_id, expected in zip(ids, plain, strict=True):
+        same(results[request_id], expected, exact=True)
+    stats = engine.stats()
+    assert stats.drafted > 0 and stats.proposer_failures == 0 and num_steps > 2 * every
+    assert all(pool.num_free == pool.num_blocks for pool in proposer.kv.pools)

@@ -191,6 +191,11 @@ def check_speculation(config: EngineConfig) -> None:
                 f"{given[0]} is for proposer {method!r} or 'auto', and proposer is {proposer!r}; "
                 "change the proposer or leave the option out"
             )
+    if config.learn_drafts and not config.draft_model:
+        raise RequestError(
+            "learn_drafts trains the drafter that draft_model names, and there is none; set "
+            "draft_model to the folder of an EAGLE-3 drafter, or leave learn_drafts out"
+        )
     if acceptance != "exact" and proposer == "off":
         raise RequestError(
             f"acceptance_method {acceptance!r} verifies drafts, and proposer is 'off'; set "

@@ -108,11 +108,16 @@ class EagleProposer:
             acceptance=ACCEPTANCE,
             needs_taps=True,
         )
-        self.kv = programs.kv
-        self._programs = programs
         self._depth = depth
         self._probabilities = probabilities
-        self._cache = PrefixCache(programs.kv) if prefix_cache else None
+        self._has_cache = prefix_cache
+        self.use(programs)
+
+    def use(self, programs: DrafterPrograms) -> None:
+        """Draft with a compiled drafter, of the same shapes as before. All contexts start anew."""
+        self.kv = programs.kv
+        self._programs = programs
+        self._cache = PrefixCache(programs.kv) if self._has_cache else None
         self._contexts: WeakKeyDictionary[SequenceView, _Context] = WeakKeyDictionary()
 
     def observe(self, seqs: list[SequenceView], commits: list[Commit], result: StepResult) -> None:
