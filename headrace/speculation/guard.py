@@ -1,5 +1,6 @@
 """The guard around a proposer."""
 
+import logging
 import operator
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -13,6 +14,8 @@ from headrace.logit_ops import StepResult
 from headrace.proposer import DepthProposer, Pays, Proposer, SequenceView, always_pays
 
 MAX_CONFIDENCE = 31
+
+_log = logging.getLogger("headrace.engine")
 
 
 class Guard:
@@ -59,8 +62,8 @@ class Guard:
             return drafts
         try:
             pairs = list(zip(indices, proposed, strict=True))
-        except Exception:  # a failing proposer must not end the step
-            self.failures += 1
+        except Exception as error:  # a failing proposer must not end the step
+            self._count_failure(error)
             return drafts
         for i, draft in pairs:
             if draft is not NO_DRAFT:
@@ -80,11 +83,25 @@ class Guard:
             value = self._worker.call(function) if self._worker else self._call_here(function)
         except Exception as error:
             self.retired = isinstance(error, _TimeLimitError)
-            self.failures += 1
+            self._count_failure(error)
             return None
         if returns and value is None:
             self.failures += 1
         return value
+
+    def _count_failure(self, error: Exception) -> None:
+        """Count a failure, and log the first one with its traceback."""
+        self.failures += 1
+        if self.failures == 1:
+            reason = (
+                f"its call took more than {self.traits.time_limit} s" if self.retired else error
+            )
+            _log.warning(
+                "%s failed, and drafted nothing: %s (%s); no token changes, but answers may be "
+                "slower. Further failures are counted in the statistics",
+                *(type(self._proposer).__name__, reason, type(error).__name__),
+                exc_info=None if self.retired else error,
+            )
 
     def _call_here(self, function: Callable[[], Any]) -> Any:
         limit, start = self.traits.time_limit, self._clock()

@@ -128,11 +128,15 @@ def test_the_proposer_sees_only_sequences_with_a_budget() -> None:
     assert guard.failures == 0
 
 
-def test_a_failure_to_observe_is_counted() -> None:
+def test_failures_to_observe_are_counted_and_the_first_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     guard = Guard(Scripted([]), vocab_size=10)
     for failures in (1, 2):
         guard.observe([], [], RESULT)
         assert guard.failures == failures
+    (record,) = caplog.records
+    assert record.message.startswith("Scripted failed, and drafted nothing: ") and record.exc_info
 
 
 class Watching(Scripted):
