@@ -44,6 +44,12 @@ _CHECKED_TOKENS = 32
 _MAX_DIFFERENCE = 0.25
 """Largest difference of log-probabilities between transformers and this engine, in nats."""
 _SAVE_SECONDS = 300.0
+_WEIGHT_BYTES = 30
+"""Bytes on the disk for each weight: a state and its successor in f32, with two moments of the
+optimiser, and three folders in bf16.
+"""
+_COMPARED_BYTES = 14
+"""Bytes for each weight of a second student: its state, and a folder."""
 _LABELS = {"nll": "NLL", "kl": "KL from the teacher", "same_top": "same top"}
 
 
@@ -125,7 +131,7 @@ def train_student(
         layers = best_layers(teacher, layers, threads, on_progress)
         shape = student_shape(teacher.spec, layers, options.width, options.ffn_width)
     num_weights = sum(map(math.prod, tensor_shapes(student_spec(teacher.spec, shape)).values()))
-    check_disk_space(out, (12 + 4) * num_weights)
+    check_disk_space(out, num_weights * (_WEIGHT_BYTES + options.compare * _COMPARED_BYTES))
     work = out.with_name(f"{out.name}.training")
     with disk_errors(work):
         work.mkdir(exist_ok=True)

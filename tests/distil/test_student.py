@@ -302,6 +302,15 @@ def test_loss_that_is_not_finite(
     assert not (tmp_path / "out").exists()
 
 
+def test_small_disk(
+    large: Path, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(headrace.distil.student_run, "_WEIGHT_BYTES", 1 << 50)
+    with pytest.raises(RequestError, match="free some space"):
+        train(large, tmp_path / "out", options(answers))
+    assert not list(tmp_path.iterdir())
+
+
 def test_full_disk(large: Path, answers: Path, tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
