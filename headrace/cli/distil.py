@@ -114,7 +114,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--learning-rate",
         type=number(1e-7, 1),
         metavar="R",
-        help="highest learning rate (default: 0.001 for a drafter, 0.0005 for a student)",
+        help="highest learning rate (default: 0.00006 for a joined drafter, 0.001 for eagle3, "
+        "0.0005 for a student)",
     )
     add_seed(training, 0, "seed of the answers, the first weights and the order of training")
     add_threads(parser.add_argument_group("compute"))

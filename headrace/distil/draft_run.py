@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from headrace.distil.draft import DraftStudent
 
 VOCAB_SIZE = 8192
+LEARNING_RATES = {"joined": 6e-5, "eagle3": 1e-3}
+"""The first weights of a joined layer draft well already, and large steps lose that."""
 _MAX_TOKENS = 400
 """Maximum tokens of an answer, so that most answers with their prompts fit a row of a batch."""
 
@@ -55,7 +57,8 @@ class DraftOptions:
     """Training steps; 0: as many as fit into `minutes`."""
     minutes: float = 20.0
     """Minutes of training, after the answers are recorded."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 0.0
+    """Highest learning rate; 0: `LEARNING_RATES`."""
     seed: int = 0
     save_seconds: float = 60.0
     """Seconds between two states on disk."""
@@ -66,7 +69,7 @@ class DraftOptions:
         integer("vocab_size", self.vocab_size, 64, 1 << 20)
         integer("steps", self.steps, 0, 1 << 30)
         number("minutes", self.minutes, 0.1, 1e5)
-        number("learning_rate", self.learning_rate, 1e-7, 1.0)
+        number("learning_rate", self.learning_rate, 0.0, 1.0)
 
 
 @frozen(eq=False)
@@ -131,7 +134,7 @@ def train_draft(
     training = TrainingOptions(
         steps=options.steps,
         minutes=options.minutes,
-        learning_rate=options.learning_rate,
+        learning_rate=options.learning_rate or LEARNING_RATES[options.kind],
         rate_shares=student.rate_shares,
         save_seconds=options.save_seconds,
     )
