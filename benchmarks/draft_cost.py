@@ -7,7 +7,7 @@ random weights whose layer has the shape of the model's: it costs as much as a t
 drafts nothing useful. Chains of both depths, formats and plain steps take turns; medians are
 printed.
 
-    python benchmarks/draft_cost.py --batch 1 4 16 64 --format q4_1 q8_0 file
+    python benchmarks/draft_cost.py --batch 1 4 16 64 --format mixed q4_1 q8_0 file
 """
 
 import argparse
@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--draft-model", default="", help="folder of a drafter; default: random")
     parser.add_argument("--vocab", type=int, default=8192, help="tokens of the random drafter")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--format", nargs="+", default=["q4_1"])
+    parser.add_argument("--format", nargs="+", default=["mixed"])
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--tokens", type=int, default=64)

@@ -12,7 +12,7 @@ Activations = Literal["int8", "f32"]
 LatentAttention = Literal["plain", "absorbed"]
 RopeScaling = Literal["none", "linear", "yarn"]
 AcceptanceMethod = Literal["exact", "rejection", "typical"]
-DraftFormat = Literal["q4_1", "q8_0", "file"]
+DraftFormat = Literal["mixed", "q4_1", "q8_0", "file"]
 
 LOSSY_OPTIONS = (
     "attention_window",
@@ -213,9 +213,10 @@ class EngineConfig:
     drafts in the model's own files (DeepSeek-V3, MiMo). A model with another vocabulary
     drafts by text, and fewer of its tokens are accepted.
     """
-    draft_format: DraftFormat = "q4_1"
+    draft_format: DraftFormat = "mixed"
     """Format on `cpu` of those matrices of an EAGLE-3 drafter, or of the layer for drafts, that
-    their file has in 16 or 32 bits; `file`: as they are. Fewer bits make drafts faster.
+    their file has in 16 or 32 bits; `mixed`: the head as Q8_0 and the others as Q4_1; `file`: as
+    they are. Fewer bits make drafts faster, and fewer of them are accepted.
     """
     draft_layers: int | str | tuple[int, ...] = 0
     """Layers of the model that draft for `self_draft`: a number of first layers, or a list of

@@ -25,15 +25,23 @@ _KEPT = ("embed",)
 def with_format(drafter: Drafter, choice: DraftFormat) -> Drafter:
     """Encode matrices of 16 or 32 bits in blocks of GGUF's format `choice`, if it is not `file`.
 
-    A matrix stays as it is if its columns are not whole blocks, or if its file has fewer bits.
+    `mixed` is Q8_0 for the head, whose rounding changes the likeliest token, and Q4_1 for the
+    others. A matrix stays as it is if its columns are not whole blocks, or if its file has fewer
+    bits.
     """
     if choice == "file":
         return drafter
-    name = choice.upper()
-    chosen = {
-        key: tensor for key, tensor in drafter.tensors.items() if _can_encode(key, tensor, name)
-    }
-    return replace(drafter, tensors={**drafter.tensors, **_encoded(chosen, name)})
+    name = "Q4_1" if choice == "mixed" else choice.upper()
+    of_head = "Q8_0" if choice == "mixed" else name
+    encoded: dict[str, StoredTensor] = {}
+    for own in {name, of_head}:
+        chosen = {
+            key: tensor
+            for key, tensor in drafter.tensors.items()
+            if own == (of_head if key == "head" else name) and _can_encode(key, tensor, own)
+        }
+        encoded |= _encoded(chosen, own)
+    return replace(drafter, tensors={**drafter.tensors, **encoded})
 
 
 def _can_encode(key: str, tensor: StoredTensor, name: str) -> bool:

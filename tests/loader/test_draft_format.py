@@ -62,6 +62,14 @@ def test_other_tensors_stay_as_they_are(write_gguf: Any) -> None:  # noqa: F811
     assert with_format(encoded, "q4_1").tensors["head"] is encoded.tensors["head"]
 
 
+def test_mixed_keeps_more_bits_of_the_head(write_gguf: Any) -> None:  # noqa: F811
+    _, target = drafter(write_gguf())
+    made = random_drafter((target.spec, dict(target.tensors)))
+    encoded = with_format(made, "mixed").tensors
+    found = {name: encoded[name].format.name for name in MATRICES}
+    assert found == {name: "Q8_0" if name == "head" else "Q4_1" for name in MATRICES}
+
+
 def test_chunks_of_rows_are_joined_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.loader.draft_format._CHUNK_VALUES", 64)
     from headrace.loader.draft_format import _encoded
@@ -72,7 +80,7 @@ def test_chunks_of_rows_are_joined_in_order(monkeypatch: pytest.MonkeyPatch) -> 
     assert got.format is FORMATS["Q8_0"] and np.allclose(got.dequantise(), values, atol=0.02)
 
 
-@pytest.mark.parametrize("choice", ["q4_1", "q8_0", "file"])
+@pytest.mark.parametrize("choice", ["mixed", "q4_1", "q8_0", "file"])
 def test_the_format_of_drafts_changes_no_token(write_gguf: Any, choice: str) -> None:  # noqa: F811
     model = write_gguf()
     folder, _ = drafter(model)
