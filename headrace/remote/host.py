@@ -190,6 +190,7 @@ def report_of(stats: Stats) -> frames.Report:
     for name in STEP_KINDS:
         totals: StepTotals = getattr(stats, name)
         figures |= {f"{name}.{key}": float(value) for key, value in totals._asdict().items()}
+    figures |= {f"learning.{key}": float(v) for key, v in stats.learning._asdict().items()}
     drafts = {
         name: [float(counts.steps), float(counts.proposed), float(counts.accepted)]
         for name, counts in stats.drafts.items()

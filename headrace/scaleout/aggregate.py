@@ -30,6 +30,7 @@ _COUNTERS = (
     "finished",
     "aborted",
     "refused",
+    *("learning.tokens", "learning.swaps", "learning.rollbacks"),
     *(f"{kind}.{field}" for kind in STEP_KINDS for field in StepTotals._fields),
 )
 _MAXIMA = ("step_seconds",)

@@ -104,6 +104,13 @@ _COUNTERS = {
         (),
         "Steps that failed; the engine recomputed their requests, or ended one with an error.",
     ),
+    "learning.tokens": _Name(
+        "headrace_draft_learning_tokens", (), "Output tokens that `learn_drafts` may learn from."
+    ),
+    "learning.swaps": _Name("headrace_draft_swaps", (), "New weights of the learning drafter."),
+    "learning.rollbacks": _Name(
+        "headrace_draft_rollbacks", (), "Times that a drafter got its earlier weights again."
+    ),
     "steps": _Name("headrace_steps", (), "Steps of the engine."),
     "rows": _Name("headrace_step_rows", (), "Rows (tokens) of all steps."),
 }

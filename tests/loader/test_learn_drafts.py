@@ -1,12 +1,15 @@
 """A drafter that learns while it serves: with a real engine and the real process of training."""
 
+import gc
 import logging
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,8 @@ from headrace.distil.online_student import OnlineStudent
 from headrace.errors import RequestError, UnsupportedModelError
 from headrace.loader import learn_drafts
 from headrace.loader.learn_drafts import KeptWeights
+from headrace.remote.host import report_of
+from headrace.server.metrics import Metrics
 from headrace.speculation.learning import trainer_process
 from headrace.speculation.learning.buffer import LearningBuffer
 from headrace.stats import LearningStats
@@ -128,6 +133,10 @@ def test_acceptance_rises_and_no_token_changes(
         found = learning(llm)
         assert found.is_on and found.slices > 0 and found.trained_tokens > 0
         assert found.acceptance > found.acceptance_before + 0.1
+        remote: Any = SimpleNamespace(report=report_of(llm.stats()), restarts=0, info=None)
+        metrics = Metrics(remote, "model").text().decode()
+        assert re.search(r"headrace_draft_learning_tokens_total{.*} [1-9]", metrics)
+        assert re.search(r"headrace_draft_swaps_total{.*} [1-9]", metrics)
         assert llm.stats().proposer_failures == 0
     assert "new draft weights 1 after" in caplog.text and "draft weights kept" in caplog.text
     assert sorted(path.name for path in home.iterdir()) == [
@@ -201,6 +210,29 @@ def test_the_trainer_ends_with_the_engine(model: Path, drafter: Path) -> None:
     scratch = Path(learner._parts.setup["out"])
     llm.close()
     assert not Path(f"/proc/{pid}").exists() and not scratch.exists()
+
+
+def test_new_weights_free_the_memory_of_the_earlier_ones(model: Path, drafter: Path) -> None:
+    """They are weights, KV and buffers, about 1 MB."""
+    with engine(model, drafter) as llm:
+        expected = serve(llm, 1)
+        learner = llm._engine.learner
+        assert learner
+        parts = learner._parts
+        sizes = []
+        for number in range(150):
+            llm._thread.call(lambda: parts.install(parts.open(drafter)))
+            if number % 25 == 0:
+                assert serve(llm, 1) == expected
+                gc.collect()
+                sizes.append(private_mb())
+        assert sizes[-1] - sizes[1] < 15
+        assert llm.stats().proposer_failures == 0
+
+
+def private_mb() -> float:
+    text = Path("/proc/self/status").read_text()
+    return int(text.split("RssAnon:")[1].split()[0]) / 1000
 
 
 def test_broken_weights_end_the_learning(
