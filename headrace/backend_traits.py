@@ -26,6 +26,8 @@ class BackendTraits:
     """Whether attention can choose blocks of KV (`EngineConfig.attention_top_blocks`)."""
     packs_drafters: bool = False
     """Whether `draft_format` packs the matrices of drafters."""
+    shares_tensors: bool = False
+    """Whether programs with KV of their own share packed tensors (`Executable.attach`)."""
     has_ranks: bool = False
     """Whether several processes can share a model."""
     max_num_seqs: int = 64
@@ -44,6 +46,7 @@ BACKENDS: Mapping[str, BackendTraits] = MappingProxyType(
             kv_dtypes=("bf16", "f16", "f32", "int8", "int4"),
             has_top_blocks=True,
             packs_drafters=True,
+            shares_tensors=True,
             has_ranks=True,
         ),
         "cuda": BackendTraits(

@@ -56,7 +56,7 @@ def random_drafter(
         drafter=drafter,
     )
     own = random_tensors(spec, seed)
-    return Drafter(spec, own | {"embed": replace(tensors["embed"], name="embed")}, tokens)
+    return Drafter(spec, own | {"embed": tensors["embed"]}, tokens)
 
 
 def config_of(drafter: Drafter, layout: str, **changes: Any) -> dict[str, Any]:

@@ -69,7 +69,9 @@ class Executable(Protocol):
     ) -> "Executable":
         """Compile another program on the same threads, over the same KV or its own `kv`.
 
-        Over the same KV, both share weights of the same name. It is closed separately.
+        Over the same KV, both share weights of the same name. With its own KV, a backend that
+        `shares_tensors` shares those whose stored tensor is the same object. It is closed
+        separately.
         """
 
     def profile(self, batch: RaggedBatch) -> StepTimes:

@@ -5,8 +5,10 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.checkpoint.load import Checkpoint
 from headrace.errors import FormatError, RequestError
 from headrace.model.spec import ModelSpec
+from headrace.quant.digest import same_content
 from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
 
@@ -47,6 +49,19 @@ def check_target(name: str, spec: ModelSpec, target: ModelSpec) -> None:
             f"draft_model '{name}' reads the rows before layers {layers}, and this model has "
             f"layers 0 to {target.num_layers - 1}; choose a drafter that was trained for this model"
         )
+
+
+def with_lent(tensors: Mapping[str, StoredTensor], target: Checkpoint) -> dict[str, StoredTensor]:
+    """Return a drafter's tensors, with the target's own objects for an embedding, head or last norm
+    of equal content. A backend can pack these once.
+    """
+    head = "embed" if target.spec.tied_embeddings else "head"
+    places = {"embed": "embed", "head": head, "target_norm": "norm"}
+    lent = {ours: target.tensors[name] for ours, name in places.items() if ours in tensors}
+    return {
+        **tensors,
+        **{name: each for name, each in lent.items() if same_content(tensors[name], each)},
+    }
 
 
 def check_finite(name: str, tensors: Mapping[str, StoredTensor]) -> None:

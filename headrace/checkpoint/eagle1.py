@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from headrace.checkpoint.assemble import assemble
-from headrace.checkpoint.drafter import Drafter, check_finite, check_target
+from headrace.checkpoint.drafter import Drafter, check_finite, check_target, with_lent
 from headrace.checkpoint.load import Checkpoint, checked_spec
 from headrace.checkpoint.safetensors import read_folder
 from headrace.errors import RequestError
@@ -65,7 +65,7 @@ def open_eagle1(path: Path, config: JsonFields, target: Checkpoint) -> Drafter:
     stored |= {TENSORS[name].name: tensor for name, tensor in borrowed.items()}
     tensors = assemble(spec, _LAYOUT, stored, path.name)
     check_finite(path.name, {name: t for name, t in tensors.items() if name not in borrowed})
-    return Drafter(spec, tensors | borrowed, tokens=None)
+    return Drafter(spec, with_lent(tensors, target), tokens=None)
 
 
 def _spec(config: JsonFields, target: ModelSpec, names: Collection[str]) -> ModelSpec:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.checkpoint.assemble import assemble
-from headrace.checkpoint.drafter import Drafter, check_finite, check_target
+from headrace.checkpoint.drafter import Drafter, check_finite, check_target, with_lent
 from headrace.checkpoint.load import Checkpoint, checked_spec
 from headrace.checkpoint.safetensors import read_folder
 from headrace.errors import FormatError
@@ -53,8 +53,7 @@ def open_eagle3(path: Path, config: JsonFields, target: Checkpoint) -> Drafter:
     drafter = spec.drafter
     assert drafter
     tokens = _target_tokens(path.name, maps, drafter.vocab_size, spec.vocab_size)
-    lacks_embedding = "embed_tokens.weight" not in stored
-    if lacks_embedding:
+    if "embed_tokens.weight" not in stored:
         if spec.dim != drafter.target_dim:
             raise FormatError(
                 f"{path.name}: tensor embed_tokens.weight is missing, and the model's embedding "
@@ -64,9 +63,7 @@ def open_eagle3(path: Path, config: JsonFields, target: Checkpoint) -> Drafter:
 
     tensors = assemble(spec, _LAYOUT, stored, path.name)
     check_finite(path.name, {name: t for name, t in tensors.items() if name != "embed"})
-    if lacks_embedding:
-        tensors["embed"] = target.tensors["embed"]
-    return Drafter(spec, tensors, tokens)
+    return Drafter(spec, with_lent(tensors, target), tokens)
 
 
 def _spec(config: JsonFields, num_layers: int) -> ModelSpec:

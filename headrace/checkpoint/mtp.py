@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from headrace.checkpoint.assemble import assemble
-from headrace.checkpoint.drafter import Drafter
+from headrace.checkpoint.drafter import Drafter, with_lent
 from headrace.checkpoint.gguf import Metadata
 from headrace.checkpoint.load import Checkpoint, checked_spec
 from headrace.errors import RequestError
@@ -57,7 +57,7 @@ def open_mtp(target: Checkpoint) -> Drafter:
         alternatives=layout.alternatives,
     )
     tensors = assemble(checked_spec(spec, name), sources, stored, name)
-    return Drafter(spec, tensors | borrowed, tokens=None)
+    return Drafter(spec, with_lent(tensors, target), tokens=None)
 
 
 def num_draft_layers(target: Checkpoint) -> int:

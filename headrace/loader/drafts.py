@@ -8,6 +8,7 @@ from typing import Protocol
 
 from headrace.backend import DrafterHost, Executable, lower_program
 from headrace.backend.mapped_logits import MappedLogits
+from headrace.backend_traits import traits_of
 from headrace.checkpoint.drafter import Drafter
 from headrace.checkpoint.drafters import is_drafter, open_drafter
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
@@ -95,21 +96,38 @@ class DraftCheckpoints:
         spec = self.drafter.spec.drafter if self.drafter else None
         return spec.taps if spec else ()
 
-    def weight_bytes(self, backend: str, target: Checkpoint) -> int:
-        """Return the bytes of their weights in the backend's memory, without the target's."""
+    def weight_bytes(self, backend: str, target: Checkpoint, ranks: int = 1) -> int:
+        """Return the bytes of their weights in the backend's memory, without the target's.
+
+        One of several `ranks` has parts of the target's matrices, and packs a drafter's again.
+        """
         total = self.self_draft.own_weight_bytes(backend, target.spec) if self.self_draft else 0
         if self.draft:
             program = trace_model(self.draft.spec, self.draft.tensors)
             total += lower_program(backend, program, self.draft.tensors).weight_bytes
         if self.drafter:
-            program = drafter_program(self.drafter)
-            total += lower_program(backend, program, self.drafter.tensors).weight_bytes
+            program = lower_program(backend, drafter_program(self.drafter), self.drafter.tensors)
+            total += program.weight_bytes
+            if ranks == 1:
+                total -= self._lent_bytes(backend, program, target)
         if self.heads:
             programs = _head_programs(target, self.heads)
             lowered = [lower_program(backend, *each) for each in programs]
             weights = {name: each for program in lowered for name, each in program.weights.items()}
             total += sum(each.nbytes for name, each in weights.items() if name in self.heads)
         return total
+
+    def _lent_bytes(self, backend: str, program: Program, target: Checkpoint) -> int:
+        """Bytes of a drafter's weights that its program shares with the target."""
+        if not self.drafter or not traits_of(backend).shares_tensors:
+            return 0
+        used = trace_model(target.spec, target.tensors).weights
+        lent = {id(target.tensors[name]) for name in used if name in target.tensors}
+        return sum(
+            weight.nbytes
+            for name, weight in program.weights.items()
+            if id(self.drafter.tensors[name]) in lent
+        )
 
 
 def open_draft_checkpoints(

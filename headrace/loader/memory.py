@@ -103,7 +103,7 @@ def fit_memory(
 
     rank_weights = [shard.weight_bytes for shard in programs]
     uses = [KvUse(shard.kv_groups, config.max_rows) for shard in programs]
-    draft_weights = drafts.weight_bytes(config.backend, checkpoint)
+    draft_weights = drafts.weight_bytes(config.backend, checkpoint, mesh_of(config).ranks)
     draft_use = drafts.kv_use(config)
     draft_uses = [draft_use] if draft_use else []
     draft_kv: KvConfig | None = None

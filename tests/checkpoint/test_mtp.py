@@ -190,6 +190,14 @@ def test_mtp_changes_no_token(target: Checkpoint, params: SamplingParams) -> Non
     assert stats.drafted > 0 and stats.proposer_failures == 0
 
 
+def test_mtp_lends_what_its_layer_copies(target: Checkpoint) -> None:
+    """DeepSeek-V3's layer has a copy of the model's embedding."""
+    drafter = open_mtp(target)
+    assert drafter.tensors["embed"] is target.tensors["embed"]
+    assert drafter.tensors["target_norm"] is target.tensors["norm"]
+    assert drafter.tensors["head"] is not target.tensors["head"]
+
+
 def test_mtp_from_files_to_drafts(target: Checkpoint) -> None:
     """The loader's own steps, from the option to the tokens."""
     config = engine_config({"backend": "cpu", "proposer": "auto", "draft_model": "mtp"})

@@ -18,7 +18,9 @@ from headrace.checkpoint.medusa import read_heads
 from headrace.config import KvConfig
 from headrace.errors import FormatError, MemoryLimitError, RequestError
 from headrace.loader.drafts import (
+    DraftCheckpoints,
     compile_draft_models,
+    compile_drafter,
     open_draft_checkpoints,
     target_program,
 )
@@ -27,7 +29,7 @@ from headrace.measure.calibrate import calibrate
 from headrace.model import trace_model
 from headrace.planner.fit import RUNTIME_BYTES
 from tests.checkpoint.conftest import SHAPE, SPECIAL, metadata, write_gguf  # noqa: F401 - a fixture
-from tests.drafters import random_drafter, write_drafter
+from tests.drafters import DRAFTERS, random_drafter, write_drafter
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 VOCAB = len(metadata("llama")["tokenizer.ggml.tokens"])
@@ -300,6 +302,26 @@ def test_draft_model_with_other_tokens_on_ranks(model: Path, write_gguf: Any) ->
             stats = llm.stats()
     assert tokens[0] == tokens[1]
     assert stats.accepted > 0 and stats.proposer_failures == 0
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_drafters_pack_the_tensors_of_the_model_once(model: Path, kind: str) -> None:
+    """The programs of a drafter have the estimated bytes, without those of lent tensors."""
+    target = open_checkpoint(model)
+    drafter = DRAFTERS[kind]((target.spec, dict(target.tensors)))
+    copies = {name: replace(tensor) for name, tensor in drafter.tensors.items()}
+    nbytes = []
+    for each in (drafter, replace(drafter, tensors=copies)):
+        drafts = DraftCheckpoints(drafter=each)
+        program = target_program(engine_config({"backend": "cpu"}), target, drafts.taps)
+        kv = KvConfig((8,), 32)
+        executable = compile_program("cpu", program, target.tensors, kv, 1)
+        attached = compile_drafter(each, target.spec, executable, kv, 2).from_itself.executable
+        assert isinstance(attached, CpuExecutable)
+        assert attached.plan.weight_bytes == drafts.weight_bytes("cpu", target)
+        nbytes.append(attached.plan.weight_bytes)
+    matrix = lower_program("cpu", program, target.tensors).weights["embed"].nbytes
+    assert nbytes[1] - nbytes[0] >= matrix > 0
 
 
 def padded(write_gguf: Any, change: int, tied: bool, **options: Any) -> Path:  # noqa: F811

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -37,6 +38,7 @@ from headrace.sampling.host import run_logit_ops, tokens_of
 
 Floats = NDArray[np.float32]
 Lower = Callable[[Program, Mapping[str, StoredTensor]], Program]
+_NO_WEIGHTS: Mapping[str, int] = MappingProxyType({})
 
 
 def lower(program: Program, weights: Mapping[str, StoredTensor]) -> Program:
@@ -145,12 +147,15 @@ def _compile(
     kv: KvConfig,
     threads: int | _native.Pool,
     activations: Activations,
+    lender: "CpuExecutable | None" = None,
 ) -> "CpuExecutable":
     if kv.block_size != BLOCK_SIZE:
         raise RequestError(
             f"block_size {kv.block_size} is not supported on cpu; choose {BLOCK_SIZE}"
         )
-    return CpuExecutable(program, weights, kv, threads, instructions(), activations=activations)
+    return CpuExecutable(
+        program, weights, kv, threads, instructions(), activations=activations, lender=lender
+    )
 
 
 def instructions() -> str:
@@ -177,7 +182,11 @@ class CpuExecutable:
         kept: frozenset[int] = frozenset(),
         activations: Activations = "int8",
         process_group: ProcessGroup | None = None,
+        lender: "CpuExecutable | None" = None,
     ) -> None:
+        """`threads` may be the pool of an executable that never runs at the same time. It may also
+        be the `lender` of packed weights, for the same stored tensors.
+        """
         self._lower = lower
         self._kept = kept
         self._activations = activations
@@ -186,7 +195,10 @@ class CpuExecutable:
         self.program = lower(program, weights)
         self.kv_groups = program.kv_groups
         try:
-            self.plan = _native.Plan(isa, threads)
+            make = cast(Callable[..., _native.Plan], _native.Plan)
+            self.plan: _native.Plan = (
+                make(lender.plan, own_kv=True) if lender else make(isa, threads)
+            )
             if activations == "f32":
                 self.plan.use_float_activations()
             for group, num_blocks in zip(self.kv_groups, kv.num_blocks, strict=True):
@@ -210,7 +222,8 @@ class CpuExecutable:
         self._most_rows = 0, 0
         self._results: list[LogitOpResult] = []  # of the last launch
         self._variants: dict[int, _Variant] = {}
-        self._fill_plan(weights, None)
+        packed, vectors = lender._lent(weights) if lender else ({}, {})
+        self._fill_plan(weights, None, packed, vectors)
         if isinstance(threads, int):
             self.plan.start_weights()
         else:
@@ -220,10 +233,11 @@ class CpuExecutable:
         self,
         weights: Mapping[str, StoredTensor],
         earlier: Lowering | None,
-        shared: Lowering | None = None,
+        packed: Mapping[str, int] = _NO_WEIGHTS,
+        vectors: Mapping[str, int] = _NO_WEIGHTS,
     ) -> None:
-        """`earlier` is of an earlier program of the plan, `shared` of the plan that this plan
-        shares weights with.
+        """`earlier` is of an earlier program of the plan; `packed` and `vectors` are the numbers of
+        weights that the plan has from another.
         """
         places = {
             layer: (number, i)
@@ -233,9 +247,8 @@ class CpuExecutable:
         self._lowering = Lowering(
             self.plan, self.program, weights, places, earlier, self._kept, self._process_group
         )
-        if shared:
-            self._lowering.packed = dict(shared.packed)
-            self._lowering.vectors = dict(shared.vectors)
+        self._lowering.packed |= packed
+        self._lowering.vectors |= vectors
         self._lowering.lower()
         self._logits = self._result_buffer(self.program.logits)
         self._hidden = self._result_buffer(self.program.hidden)
@@ -250,7 +263,9 @@ class CpuExecutable:
     ) -> "CpuExecutable":
         self.wait_for_weights()
         if kv is not None:
-            return _compile(program, weights, kv, self.pool, self._activations)
+            lent = any(self._lent(weights))
+            lender = self if lent else None
+            return _compile(program, weights, kv, self.pool, self._activations, lender)
         attached = copy(self)
         weights = {**self._lowering.tensors, **weights}
         attached._traced = program
@@ -260,6 +275,16 @@ class CpuExecutable:
         attached._fill_plan(weights, self._lowering)
         attached.wait_for_weights()
         return attached
+
+    def _lent(self, weights: Mapping[str, StoredTensor]) -> tuple[dict[str, int], dict[str, int]]:
+        """The numbers of packed matrices, and of vectors, that are the same stored tensors."""
+        own = {id(tensor): name for name, tensor in self._lowering.tensors.items()}
+        names = {name: own[id(tensor)] for name, tensor in weights.items() if id(tensor) in own}
+        packed, vectors = self._lowering.packed, self._lowering.vectors
+        return (
+            {name: packed[known] for name, known in names.items() if known in packed},
+            {name: vectors[known] for name, known in names.items() if known in vectors},
+        )
 
     def prepare(self, max_rows: int, max_logit_rows: int) -> None:
         self.wait_for_weights()
@@ -413,7 +438,7 @@ class CpuExecutable:
         variant._traced, variant.program = program, self._lower(program, weights)
         variant.plan = cast(Callable[..., _native.Plan], _native.Plan)(self.plan)
         variant._number, variant._views, variant._variants = 0, {}, {}
-        variant._fill_plan(weights, None, self._lowering)
+        variant._fill_plan(weights, None, self._lowering.packed, self._lowering.vectors)
         variant.wait_for_weights()
         return variant
 
