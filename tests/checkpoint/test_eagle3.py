@@ -134,6 +134,12 @@ def shifted(**changes: int) -> NDArray[np.int64]:
             UnsupportedModelError,
             "the folder has a DFlash drafter, whose block of draft tokens is computed at once",
         ),
+        (
+            {},
+            {"speculators_model_type": "mlp"},
+            UnsupportedModelError,
+            "is 'mlp', and Headrace reads drafters of the kinds eagle and eagle3; choose an",
+        ),
     ],
 )
 def test_eagle3_refusals(

@@ -29,7 +29,7 @@ from headrace.measure.calibrate import calibrate
 from headrace.model import trace_model
 from headrace.planner.fit import RUNTIME_BYTES
 from tests.checkpoint.conftest import SHAPE, SPECIAL, metadata, write_gguf  # noqa: F401 - a fixture
-from tests.drafters import DRAFTERS, random_drafter, write_drafter
+from tests.drafters import DRAFTERS, random_drafter, random_eagle1, write_drafter, write_eagle1
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 VOCAB = len(metadata("llama")["tokenizer.ggml.tokens"])
@@ -122,10 +122,17 @@ def test_eagle3_with_rejection_sampling(model: Path) -> None:
     assert stats.drafted > 0 and stats.proposer_failures == 0
 
 
-def test_eagle3_on_the_gpu_backend(model: Path) -> None:
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
+def test_eagle_on_the_gpu_backend(model: Path, kind: str) -> None:
     options = {**OPTIONS, "backend": "cuda", "max_num_seqs": 2, "max_num_batched_tokens": 8}
     params, tokens = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), []
-    for own in ({}, eagle3_options(model, "authors", vocab=100)):
+    drafts = eagle3_options(model, "authors", vocab=100)
+    if kind == "eagle1":
+        target = open_checkpoint(model)
+        drafter = random_eagle1((target.spec, dict(target.tensors)))
+        folder = write_eagle1(model.with_name("eagle1"), drafter, "authors")
+        drafts["draft_model"] = str(folder)
+    for own in ({}, drafts):
         with LLM(str(model), **options, **own) as llm:
             tokens.append(llm.generate("hello", params)[0].outputs[0].token_ids)
             stats = llm.stats()
