@@ -34,7 +34,9 @@ _LOGITS = (
 )
 _AUTHORS_LOGITS = re.compile(r"\d{1,4}\.\d{1,4}\.weight")
 _NUMBER = re.compile(r"\d{1,4}(?=\.)")
+_NUMBERS = re.compile(r"\d{1,4}\.(\d{1,4})\.linear\.")
 _MAX_HEADS = 16
+_MAX_BLOCKS = 64
 _MAX_SHOWN = 3
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 
@@ -51,9 +53,8 @@ def read_heads(path: Path, spec: ModelSpec, num_tokens: int) -> dict[str, Stored
     FormatError if a tensor is missing, unknown or of a wrong shape.
     """
     stored = {_usual_name(name) or name: tensor for name, tensor in _stored(path).items()}
-    num_blocks = 1 + max(
-        (int(name.split(".")[1]) for name in stored if ".linear." in name), default=0
-    )
+    blocks = [int(match[1]) for name in stored if (match := _NUMBERS.match(name))]
+    num_blocks = min(1 + max(blocks, default=0), _MAX_BLOCKS)
     ends = [name for name in stored if name.endswith(_LOGITS_END)]
     for name in ends:
         stored[f"{name.removesuffix(_LOGITS_END)}.{num_blocks}.weight"] = stored.pop(name)
@@ -86,9 +87,10 @@ def _expected(
     numbers = [int(match[0]) for name in stored if (match := _NUMBER.match(name))]
     count = min(1 + max(numbers, default=0), _MAX_HEADS)
     shapes: dict[str, tuple[int, ...]] = {}
+    has_bias = not stored or any(name.endswith(".bias") for name in stored)
     for block in range(num_blocks):
         shapes[f"{block}.linear.weight"] = spec.dim, spec.dim
-        if not stored or any(name.endswith(".bias") for name in stored):
+        if has_bias:
             shapes[f"{block}.linear.bias"] = (spec.dim,)
     has_logits = any(name.endswith(f".{num_blocks}.weight") for name in stored)
     if has_logits or not stored:

@@ -160,6 +160,11 @@ def test_medusa_heads_of_another_model_name_it(tmp_path: Path) -> None:
         ({"1.1.linear.weight": None}, "missing or unknown tensors 1.1.linear.weight; choose"),
         ({"9.2.weight": drawn(VOCAB, DIM, seed=0)}, "tensors 3.0.linear.bias, 3.0.linear.weight, "),
         ({"9999999999.2.weight": drawn(VOCAB, DIM, seed=0)}, "tensors 9999999999.2.weight; choose"),
+        ({"0.9999999999.linear.weight": drawn(2, seed=0)}, "tensors 0.9999999999.linear.weight; c"),
+        (
+            {"0.9999.linear.weight": drawn(2, seed=0)},
+            "not Medusa heads: missing or unknown tensors",
+        ),
         ({"99.0.linear.weight": drawn(DIM, DIM, seed=0)}, "not Medusa heads: missing or unknown"),
         ({"2.7.weight": drawn(VOCAB, DIM, seed=0)}, "missing or unknown tensors 2.7.weight; choos"),
     ],
