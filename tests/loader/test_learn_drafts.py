@@ -26,6 +26,7 @@ from headrace.loader import learn_drafts
 from headrace.loader.learn_drafts import KeptWeights
 from headrace.remote.host import report_of
 from headrace.server.metrics import Metrics
+from headrace.speculation.learning import learner as learner_module
 from headrace.speculation.learning import trainer_process
 from headrace.speculation.learning.buffer import LearningBuffer
 from headrace.stats import LearningStats
@@ -199,6 +200,41 @@ def test_the_end_of_the_trainer_harms_nothing(
     assert [each for each in warnings if "drafts learn" in each] == [
         "drafts learn no more, and all else goes on: the trainer ended with status -9"
     ]
+
+
+TOO_SMALL = (
+    "import resource; resource.setrlimit(resource.RLIMIT_AS, (300 << 20,) * 2); " + IN_FOREGROUND
+)
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("import time; time.sleep(600)", "the trainer was silent for 1 s"),
+        ("raise SystemExit(3)", "the trainer ended with status 3"),
+        (TOO_SMALL, "(Error|the trainer ended with status)"),
+    ],
+    ids=["hangs", "exits", "lacks memory"],
+)
+def test_a_trainer_that_fails_harms_nothing(
+    model: Path,
+    drafter: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(trainer_process, "COMMAND", (sys.executable, "-P", "-c", script))
+    if "sleep" in script:
+        monkeypatch.setattr(learner_module, "_SILENCE", 1.0)
+    with engine(model, drafter) as llm:
+        expected = serve(llm, 1)
+        assert serve(llm, 1) == expected
+        assert wait_for(lambda: not learning(llm).is_on)
+        assert serve(llm, 1) == expected and llm.stats().proposer_failures == 0
+    warnings = [each.getMessage() for each in caplog.records if each.name == "headrace.learning"]
+    assert len(warnings) == 1
+    assert re.search(f"drafts learn no more, and all else goes on: .*{reason}", warnings[0])
 
 
 def test_the_trainer_ends_with_the_engine(model: Path, drafter: Path) -> None:
