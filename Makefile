@@ -62,7 +62,7 @@ run: .venv/.core
 	@$(BIN)/headrace run '$(MODEL)' '$(subst ','\'',$(PROMPT))' </dev/null
 
 # Most tests of these run a tiny model in one thread: two at a time. A test beside them could disturb the others, which measure and interrupt.
-BY_TWO := $(addprefix tests/,acceptors backend checkpoint convert engine grammar kv loader model oracle parallel planner program quant sampling speculation)
+BY_TWO := $(addprefix tests/,acceptors backend checkpoint convert distil engine grammar kv loader model oracle parallel planner program quant sampling speculation)
 
 test: .venv/.test
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(BY_TWO)

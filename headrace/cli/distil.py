@@ -45,6 +45,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_model(parser, optional=False)
     parser.add_argument("out", type=Path, metavar="OUT", help="new folder of the trained model")
+    _add_answers(parser)
+    _add_drafter(parser)
+    add_student(parser)
+    _add_training(parser)
+    add_threads(parser.add_argument_group("compute"))
+
+
+def _add_answers(parser: argparse.ArgumentParser) -> None:
     answers = parser.add_argument_group("answers")
     answers.add_argument(
         "--prompts",
@@ -73,6 +81,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="temperature of the answers; 0: the likeliest tokens",
     )
+
+
+def _add_drafter(parser: argparse.ArgumentParser) -> None:
     draft = parser.add_argument_group("drafter")
     draft.add_argument(
         "--kind",
@@ -95,7 +106,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="layers of the model before which it reads rows; the number of layers: after the last "
         "(default: 2, the number of layers less 3, and the number of layers)",
     )
-    add_student(parser)
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
     training = parser.add_argument_group("training")
     training.add_argument(
         "--minutes",
@@ -118,7 +131,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "0.0005 for a student)",
     )
     add_seed(training, 0, "seed of the answers, the first weights and the order of training")
-    add_threads(parser.add_argument_group("compute"))
 
 
 def run(args: argparse.Namespace) -> int:
