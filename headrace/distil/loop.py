@@ -196,7 +196,8 @@ class _Run:
         if evaluated:
             words.append(self._student.summary(evaluated[-1].held_out))
         words.append(f"{self._speed:,.0f} tokens/s")
-        share = done.step / done.num_steps if done.num_steps else 0.0
+        seconds = 60 * self._options.minutes
+        share = done.step / done.num_steps if done.num_steps else min(1.0, done.seconds / seconds)
         on_progress(f"training; {', '.join(words)}", share)
 
 
