@@ -186,7 +186,13 @@ class Student:
         """Write the model to a folder in Hugging Face layout, in bf16. Raises OSError."""
         model: Any = self.module.model
         with _quiet():
-            state = {name: value.bfloat16() for name, value in model.state_dict().items()}
+            # A tied head would be written twice: its copy in bf16 is another tensor.
+            tied = {"lm_head.weight"} if self.spec.tied_embeddings else set[str]()
+            state = {
+                name: value.bfloat16()
+                for name, value in model.state_dict().items()
+                if name not in tied
+            }
             model.save_pretrained(folder, state_dict=state)
         config = dict(self.config)
         if teacher.path.is_dir():

@@ -14,6 +14,7 @@ import headrace.distil.student_eval
 import headrace.distil.student_run
 from headrace import LLM, SamplingParams
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
+from headrace.checkpoint.safetensors import read_safetensors
 from headrace.cli.main import main
 from headrace.convert.gguf.writer import plan_gguf, write_gguf
 from headrace.convert.source_model import open_source_model
@@ -242,6 +243,7 @@ def test_trained_student(
     assert (out / "curve.svg").read_text().startswith("<svg")
     assert not (tmp_path / "out.training").exists()
     AutoModelForCausalLM.from_pretrained(out)
+    assert "lm_head.weight" not in read_safetensors(out / "model.safetensors")
 
     source = open_source_model(out)
     draft = tmp_path / "student.gguf"
