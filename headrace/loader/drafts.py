@@ -37,6 +37,10 @@ from headrace.speculation.proposers.eagle import DrafterPrograms
 from headrace.speculation.proposers.eagle import max_rows as max_pairs
 from headrace.speculation.proposers.medusa import head_forward
 
+DRAFTS_ON_DEVICE = False
+"""Whether a drafter's rows stay on a device that can keep them (`DrafterHost`). Off: drafts on the
+device failed on a GPU, and no GPU has run them since the mend (docs/internals/gpu-others.md).
+"""
 OWN_LAYERS = "mtp"
 """A `draft_model`: the layers for drafts in the model's own files."""
 
@@ -273,7 +277,7 @@ def compile_drafter(
     first = executable.attach(program, tensors, kv)
     second = first.attach(further, tensors)
     on_device = None
-    if isinstance(executable, DrafterHost):
+    if DRAFTS_ON_DEVICE and isinstance(executable, DrafterHost):
         on_device = executable.attach_drafter(first, second, drafter.tokens, target.vocab_size)
     return DrafterPrograms(
         from_target=MappedLogits(first, drafter.tokens, target.vocab_size),

@@ -234,6 +234,8 @@ class LaterStep:
         samples, ops, *_ = self.layout.inputs(host)
         count = len(self.indices)
         samples[:count, table.POSITION.value] += self._shift
+        # Also the flags: kernels adjust and filter by them, whatever the row is.
+        samples[count:] = 0
         samples[count:, _FIRST_OF_STEP] = -1
         ops[count:, table.FIRST_SAMPLE.value] = -1
 

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from headrace.backend.cuda.device import DEVICE
-from headrace.backend.cuda.sampling import DeviceSampler, SampleStep
-from headrace.logit_ops import LogitOp, LogitOpResult
+from headrace.backend.cuda.sampling import AnyStep, DeviceSampler
+from headrace.logit_ops import LaterExpands, LogitOp, LogitOpResult
 
 
 class Steps:
@@ -20,10 +20,17 @@ class Steps:
         self.sampler = DeviceSampler(vocab, DEVICE, chunk, listed)
         self.spare = spare
 
-    def launch(self, logits: np.ndarray, ops: Sequence[LogitOp]) -> tuple[SampleStep, torch.Tensor]:
+    def launch(self, logits: np.ndarray, ops: Sequence[LogitOp]) -> tuple[AnyStep, torch.Tensor]:
+        return self._launch(logits, self.sampler.begin(ops))
+
+    def run_chains(self, logits: np.ndarray, ops: Sequence[LogitOp]) -> list[Any]:
+        """Run the expand ops of chains, or of their next depth (`LaterExpands`)."""
+        step = self.sampler.repeat(ops) if isinstance(ops, LaterExpands) else None
+        return self.read(self._launch(logits, step or self.sampler.begin(ops, with_chains=True)))
+
+    def _launch(self, logits: np.ndarray, step: AnyStep) -> tuple[AnyStep, torch.Tensor]:
         rows = np.full((len(logits) + self.spare, logits.shape[1]), np.nan, np.float32)
         rows[: len(logits)] = logits
-        step = self.sampler.begin(ops)
         layout = step.layout
         host = np.full(layout.num_ints, 0x7FC00000, np.int32)  # rubbish of the steps before
         masks = np.zeros((max(layout.masks, 1), self.sampler.mask_words), np.uint32)
@@ -39,7 +46,7 @@ class Steps:
             launch()
         return step, results
 
-    def read(self, launched: tuple[SampleStep, torch.Tensor]) -> list[LogitOpResult]:
+    def read(self, launched: tuple[AnyStep, torch.Tensor]) -> list[LogitOpResult]:
         step, results = launched
         return step.read(results.cpu().numpy())
 

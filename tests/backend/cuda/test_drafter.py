@@ -10,10 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.backend.cuda.device import DEVICE
 from headrace.backend.cuda.drafter import CudaDrafter
 from headrace.backend.cuda.executable import CudaExecutable
+from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.kept_rows import RowStore
-from headrace.backend.cuda.stream import HostStream, Stream
+from headrace.backend.cuda.stream import HostStream, Stream, make_stream
 from headrace.backend.cuda.ticket import CudaTicket, Slot
 from headrace.backend.cuda.workspace import Workspace
 from headrace.checkpoint.drafter import Drafter
@@ -27,6 +29,7 @@ from headrace.sampling_params import SamplingParams
 from headrace.speculation.proposers import eagle
 from headrace.speculation.proposers.eagle import DrafterPrograms
 from headrace.structured_outputs import StructuredOutputs
+from tests.backend.cuda.addresses import checked_addresses
 from tests.backend.cuda.late import LateStream
 from tests.draft_engines import draft_engine
 from tests.drafters import random_drafter
@@ -62,6 +65,11 @@ STRUCTURED: list[Ask] = [
 KINDS = {"greedy": GREEDY, "sampled": SAMPLED, "structured": STRUCTURED}
 
 
+@pytest.fixture(autouse=True)
+def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafts, "DRAFTS_ON_DEVICE", True)
+
+
 def drafted(
     asks: list[Ask], drafter: Drafter, stream: Stream | None = None, **options: Any
 ) -> tuple[list[list[int]], list[RequestOutput]]:
@@ -82,15 +90,11 @@ def drafted(
     return recorder.drafts, results
 
 
-class NoDevice:
-    """A device that keeps no rows."""
-
-
 def by_way_of_the_host(
     monkeypatch: pytest.MonkeyPatch, asks: list[Ask], drafter: Drafter, **options: Any
 ) -> tuple[list[list[int]], list[RequestOutput]]:
     with monkeypatch.context() as patched:
-        patched.setattr(drafts, "DrafterHost", NoDevice)
+        patched.setattr(drafts, "DRAFTS_ON_DEVICE", False)
         return drafted(asks, drafter, **options)
 
 
@@ -127,6 +131,15 @@ def test_a_late_device_drafts_the_same(speed: float) -> None:
     assert late == mine and stream.late > 0
     for one, other in zip(results, expected, strict=True):
         same(one, other, exact=True)
+
+
+@pytest.mark.skipif(not is_interpreting(), reason="the interpreter's own memory check")
+def test_chains_that_end_read_no_other_memory() -> None:
+    """Filters, biases and penalties of a chain that has ended run on no row."""
+    first = SamplingParams(seed=3, max_tokens=5, top_k=9, logit_bias={3: 1.5}, ignore_eos=True)
+    second = SamplingParams(seed=4, max_tokens=3, top_p=0.9, ignore_eos=True)
+    with checked_addresses():
+        drafted([([1, 5], first), ([9], second)], random_drafter(MODEL, taps=TAPS))
 
 
 def test_the_host_reads_a_chain_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,22 +183,23 @@ def test_rows_on_the_device_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_store_keeps_rows_until_they_are_dropped() -> None:
-    stream, slot = LateStream(), Slot()
+    stream: Stream = LateStream() if is_interpreting() else make_stream()
+    slot = Slot()
     store = RowStore(3, stream, Workspace())
-    first = torch.arange(12.0).reshape(4, 3)
+    first = torch.arange(12.0, device=DEVICE).reshape(4, 3)
     step = store.keep(first, 3, slot)
     kept = [step[2], step[0]]
     del step
     assert store.num_kept == 2
     # Far more rows than the store has room for: it grows.
-    many = torch.arange(3000.0).reshape(1000, 3)
+    many = torch.arange(3000.0, device=DEVICE).reshape(1000, 3)
     others = store.keep(many, 1000, Slot())
-    out = torch.zeros(4, 3)
+    out = torch.zeros(4, 3, device=DEVICE)
     store.read(out, kept, slot := Slot())
     del kept
     assert store.num_kept == 1000
     stream.catch_up()
-    assert torch.equal(out[:2], torch.tensor([[6.0, 7, 8], [0, 1, 2]]))
+    assert out[:2].tolist() == [[6, 7, 8], [0, 1, 2]]
     del others
     assert store.num_kept == 0
 

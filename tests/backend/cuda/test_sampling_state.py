@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from headrace import _native
+from headrace.backend.cuda.interpreter import is_interpreting
 from headrace.backend.cuda.sampling_options import DeviceSamplers
 from headrace.batch import DraftTree
-from headrace.logit_ops import SampleOp, SampleResult
+from headrace.logit_ops import Expand, LaterExpands, SampleOp, SampleResult
+from tests.backend.cuda.addresses import checked_addresses
 from tests.backend.cuda.sampling_steps import Steps
 
 VOCAB = 40
@@ -172,3 +174,26 @@ def test_unknown_sampler_options_raise() -> None:
     later: Any = Later()
     with pytest.raises(ValueError, match="sampler option 'typical_p' is not implemented"):
         samplers.record(later)
+
+
+@pytest.mark.skipif(not is_interpreting(), reason="checks addresses in the interpreter")
+@pytest.mark.parametrize(
+    "options", [{}, {"logit_bias": [(3, 1.5)]}, {"top_p": 0.9}, {"top_k": 5, **PENALTIES}], ids=str
+)
+def test_chains_that_have_ended_read_no_memory(options: dict[str, Any]) -> None:
+    """Two of three chains end after a depth. Their samples run on no row, with any option."""
+
+    def chains() -> list[Expand]:
+        samplers = [_native.Sampler(VOCAB, [1, 2], seed=seed, **options) for seed in range(3)]
+        return [Expand(row, 5, each, 0, 1, False) for row, each in enumerate(samplers)]
+
+    def drawn() -> list[Any]:
+        steps, ops = Steps(VOCAB, spare=0), chains()
+        first = steps.run_chains(LOGITS, ops)
+        return [*first, *steps.run_chains(LOGITS[1:2], LaterExpands(ops, 1, 1))]
+
+    with checked_addresses():
+        found = drawn()
+    steps, (op, *_) = Steps(VOCAB), chains()
+    expected = [*steps.run(LOGITS[:1], [op]), *steps.run(LOGITS[1:2], [op._replace(position=6)])]
+    assert [found[0], found[3]] == expected
