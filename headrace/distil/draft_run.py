@@ -179,6 +179,11 @@ def _answers(
         raise RequestError(
             f"answers '{folder}' were recorded from another model than {model}; name a new folder"
         )
+    if found.rationales:
+        raise RequestError(
+            f"answers '{folder}' have rationales, whose prompts have no rows for a drafter; name a "
+            "new folder"
+        )
     if options.taps and options.taps != found.taps:
         raise RequestError(
             f"answers '{folder}' have the rows of taps {_listed(found.taps)}, and --taps is "

@@ -266,6 +266,11 @@ def test_answers_of_another_model_are_refused(teacher: Path, tmp_path: Path) -> 
         trained(teacher, tmp_path / "taps", replace(options, taps=(1, 2)))
     assert not (tmp_path / "other-draft").exists() and folder.exists()
 
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps({**meta, "rationales": True}))
+    with pytest.raises(RequestError, match=r"have rationales, .*; name a new folder"):
+        trained(teacher, tmp_path / "reasoned", options)
+
 
 def test_the_drafted_tokens_are_the_frequent_and_the_special_ones(answers: AnswerSet) -> None:
     counts = np.zeros(TARGET.spec.vocab_size, np.int64)
