@@ -37,20 +37,20 @@ def _panel(left: float, label: str, series: Mapping[str, Series]) -> Iterator[st
     """The axes of a panel, with a line for each series."""
     values = [value for points in series.values() for _, value in points]
     steps = [step for points in series.values() for step, _ in points]
-    low, high = _range(values)
-    last = max([1, *steps])
+    ticks, last = _ticks(values), max([1, *steps])
+    low, high = ticks[0], ticks[-1]
 
     def place(step: int, value: float) -> tuple[float, float]:
         x = left + _PANEL * step / last
         return x, _BOTTOM - (_BOTTOM - _TOP) * (value - low) / (high - low)
 
-    for i in range(_TICKS + 1):
-        value = low + (high - low) * i / _TICKS
+    for value in ticks:
         y = place(0, value)[1]
         yield line([(left, y), (left + _PANEL, y)], GRID, 1)
-        yield text(left - 8, y + 4, f"{value:.3g}", anchor="end")
-        x = left + _PANEL * i / _TICKS
-        yield text(x, _BOTTOM + 18, f"{round(last * i / _TICKS):,}", anchor="middle")
+        yield text(left - 8, y + 4, f"{value:.4g}", anchor="end")
+    for step in _ticks([0, last]):
+        if step <= last:
+            yield text(place(int(step), low)[0], _BOTTOM + 18, f"{step:,.0f}", anchor="middle")
     yield line([(left, _TOP), (left, _BOTTOM), (left + _PANEL, _BOTTOM)], INK, 1)
     yield text(left + _PANEL / 2, _BOTTOM + 42, "steps", anchor="middle", size=13)
     yield text(left, _TOP - 10, label, weight="bold")
@@ -63,11 +63,12 @@ def _panel(left: float, label: str, series: Mapping[str, Series]) -> Iterator[st
             yield from haloed(x - 4, y - 6, f"{name} {points[-1][1]:.2f}", colour, anchor="end")
 
 
-def _range(values: Sequence[float]) -> tuple[float, float]:
-    """The ends of an axis, with a margin."""
-    if not values:
-        return 0.0, 1.0
-    low, high = min(values), max(values)
-    margin = 0.06 * (high - low) or 0.5
-    assert math.isfinite(margin)
-    return low - margin, high + margin
+def _ticks(values: Sequence[float]) -> list[float]:
+    """Round numbers from below the least value to above the greatest, at even distances."""
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    assert math.isfinite(high - low)
+    rough = (high - low) / _TICKS or 0.25
+    power = 10.0 ** math.floor(math.log10(rough))
+    distance = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+    first, last = math.floor(low / distance), math.ceil(high / distance)
+    return [i * distance for i in range(first, max(last, first + 1) + 1)]

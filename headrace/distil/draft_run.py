@@ -150,8 +150,7 @@ def train_draft(
 
 def _curve_files(model: str, curve: Curve, student: "DraftStudent") -> dict[str, str]:
     """The texts of the curve's files, by name."""
-    labels = {f"acceptance_{i}": f"draft {i} accepted" for i in range(1, student.depth + 1)}
-    labels["tokens_per_step"] = "tokens a step"
+    labels = {"tokens_per_step": "tokens a step"}
     figures = curve.evaluated[-1].held_out
     picture = curve_svg(f"Drafter of {model}", student.summary(figures), curve, labels)
     return {"curve.json": json.dumps(curve.facts(), indent=2) + "\n", "curve.svg": picture}
