@@ -167,11 +167,11 @@ def test_arrays_that_are_too_small_raise() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"row_start": [0, 2, 2, 3]}, "a sequence has known rows"),
+        ({"row_start": [0, 2, 2, 3]}, "a sequence has rows, a"),
         ({"row_start": [1, 2, 3, 4]}, "begin at 0"),
         ({"row_start": [0, 1, 2]}, "needs row_start"),
         ({"row_start": [0, 1, 2, 9]}, "no room for the records"),
-        ({"scheduled_len": [1, 1, 2]}, "a sequence has known rows"),
+        ({"scheduled_len": [1, 1, 2]}, "a sequence has rows, a"),
         ({"context_len": [0, -1, 0]}, "a context has between"),
     ],
 )
