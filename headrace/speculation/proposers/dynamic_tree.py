@@ -7,6 +7,7 @@ A launch computes the rows of the nodes that it expands, and those of their ance
 sees drafts of its own launch only. The rows lie in the slots after the known tokens.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from headrace.proposer import SequenceView
 from headrace.speculation.proposers.chains import confidence_class
 
 _WORD_BITS = 64
+_HALF = math.log(0.5)
 
 
 @dataclass(slots=True, eq=False)
@@ -94,12 +96,15 @@ class GrowingTree:
         """Add the children of a node and return them."""
         first = len(self.tokens)
         above, depth = (self.scores[parent], self.depths[parent]) if parent >= 0 else (0.0, 0)
-        for token, score in zip(expanded.tokens, expanded.scores, strict=True):
+        for rank, token in enumerate(expanded.tokens):
+            # A GPU returns no scores. Each next best token then counts half as likely.
+            known = expanded.scores[rank] if expanded.scores else None
+            score = min(known, 0.0) if known is not None else (rank + 1) * _HALF
             self.tokens.append(token)
             self.parents.append(parent)
             self.depths.append(depth + 1)
-            self.confidences.append(confidence_class(score))
-            self.scores.append(above + min(score, 0.0))
+            self.confidences.append(0 if known is None else confidence_class(known))
+            self.scores.append(above + score)
         return list(range(first, len(self.tokens)))
 
     def choose(self, children: Sequence[int], width: int) -> None:
