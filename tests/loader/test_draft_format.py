@@ -48,7 +48,7 @@ def test_matrices_of_a_drafter_are_encoded(
     for name in encoded:
         values, wanted = own[name].dequantise(), exact[name].dequantise()
         assert np.sqrt(np.mean((values - wanted) ** 2)) < max_error * wanted.std()
-    sizes = [each.weight_bytes("cpu", target.spec) for each in opened.values()]
+    sizes = [each.weight_bytes("cpu", target) for each in opened.values()]
     assert sizes[0] < sizes[1]
 
 
