@@ -28,7 +28,6 @@ from headrace.loader.drafts import (
 )
 from headrace.loader.early_exit import check_early_exit, with_exit_map
 from headrace.loader.kv_size import Memory
-from headrace.loader.learn_drafts import make_learner, open_learning
 from headrace.loader.memory import default_logit_rows, draft_rows, fit_memory, step_rows
 from headrace.loader.mode_price import losses, mode_price
 from headrace.loader.ranks import compile_ranks, follow_if_not_rank_0
@@ -148,7 +147,11 @@ def load_engine(
         _log.warning(note)
     config = with_backend(config, checkpoint, drafts)
     drafts.check_ranks(config)
-    learning = open_learning(config, checkpoint, drafts, load_tokenizer)
+    learning = None
+    if config.learn_drafts:
+        from headrace.loader.learn_drafts import open_learning
+
+        learning = open_learning(config, checkpoint, drafts, load_tokenizer)
     if learning:
         drafts = replace(drafts, drafter=learning.current)
     drafts = drafts.in_format(config)
@@ -195,6 +198,8 @@ def load_engine(
         proposers["recorder"] = recorder
     learner = None
     if learning and draft_kv:
+        from headrace.loader.learn_drafts import make_learner
+
         learner = make_learner(
             learning, config, checkpoint, drafts, proposers, executable, draft_kv, rows
         )

@@ -1,9 +1,10 @@
-"""Digests of stored tensors, to compare the weights of processes."""
+"""Digests of stored tensors, to compare the weights of processes.
+
+Functions import hashlib and threads themselves, since a start without digests needs neither.
+"""
 
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,9 @@ def tensors_digest(tensors: Mapping[str, StoredTensor], max_bytes: int = 0) -> s
     Of a tensor above `max_bytes`, it reads that many bytes in evenly spaced rows, the first and
     last among them; 0: all. hashlib runs in threads.
     """
+    from concurrent.futures import ThreadPoolExecutor
+    from hashlib import blake2b
+
     ordered = dict(sorted(tensors.items()))
     with ThreadPoolExecutor() as pool:
         digests = pool.map(partial(_digest, max_bytes=max_bytes), ordered.values())
@@ -51,6 +55,8 @@ def _same_array(a: NDArray[Any], b: NDArray[Any]) -> bool:
 
 
 def _digest(tensor: StoredTensor, max_bytes: int) -> bytes:
+    from hashlib import blake2b
+
     digest = blake2b(f"{tensor.format.name} {tensor.shape}\n".encode(), digest_size=16)
     order = () if tensor.row_order is None else (tensor.row_order,)
     for part in (*tensor.parts.values(), *order):

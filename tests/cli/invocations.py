@@ -353,7 +353,7 @@ MEASURE = [
         2,
         r"unknown option --draft \(did you mean --draft-model\?\)",
     ),
-    Row("calibrate {one} --tokens 16 --prompt hello", 2, "layer"),
+    Row("calibrate {one} --tokens 16 --prompt hello", 0),
     Row("doctor --threads 5000", 2, "threads must be a whole number from 0 to 1,024"),
     Row("doctor --threads -1", 2, "threads must be"),
     Row("doctor --threads x", 2, "invalid int value"),

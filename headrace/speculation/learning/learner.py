@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from time import monotonic, sleep
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from weakref import WeakMethod
 
 from headrace.batch import Commit
@@ -19,9 +19,11 @@ from headrace.record import frozen
 from headrace.speculation.learning.acceptance_watch import AcceptanceWatch
 from headrace.speculation.learning.buffer import LearningBuffer
 from headrace.speculation.learning.collector import Collector
-from headrace.speculation.learning.trainer_process import TrainerProcess
 from headrace.speculation.policy import DraftCandidate
 from headrace.stats import LearningStats
+
+if TYPE_CHECKING:
+    from headrace.speculation.learning.trainer_process import TrainerProcess
 
 METHOD = "draft_model"
 """The proposer that learns."""
@@ -238,6 +240,8 @@ class DraftLearner(Generic[Weights]):
     def _start(self) -> None:
         assert self._buffer.descriptor is not None
         try:
+            from headrace.speculation.learning.trainer_process import TrainerProcess
+
             self._trainer = TrainerProcess(self._parts.setup, self._buffer.descriptor)
             self._reader = Thread(target=self._read, name="headrace-learning", daemon=True)
             self._reader.start()
