@@ -84,7 +84,9 @@ def test_frontier_measures_every_form(model: str, text: Path) -> None:
     assert zeros.step_bytes == full.step_bytes  # the tiny model's formats have no copies
     assert leaves.draft is None and leaves.loss > 0 and leaves.score
     assert leaves.score.early and leaves.score.early.share == 1
-    assert leaves.score.early.step_bytes < leaves.step_bytes < leaves.score.step_bytes
+    # The measured times choose how many tokens leave: none on a busy machine.
+    early, whole = leaves.score.early.step_bytes, leaves.score.step_bytes
+    assert early < whole and early <= leaves.step_bytes <= whole
     assert all(point.decode > 0 and point.gain > 0 for point in found.points)
     assert any(step.startswith("form 1 of ") for step in steps)
 
