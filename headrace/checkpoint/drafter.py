@@ -1,12 +1,14 @@
 """A drafter over rows of a model, opened, and the checks of all its layouts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.checkpoint.load import Checkpoint
 from headrace.errors import FormatError, RequestError
+from headrace.model import FAMILIES
+from headrace.model.fields import JsonFields
 from headrace.model.spec import ModelSpec
 from headrace.quant.digest import same_content
 from headrace.quant.formats import StoredTensor
@@ -24,6 +26,19 @@ class Drafter:
     """Those that its files lack are the target's own objects."""
     tokens: NDArray[np.int32] | None
     """The target's token of each of its own [draft vocab]; None: they are the same."""
+
+
+def layer_spec(layer: JsonFields, families: Sequence[str]) -> ModelSpec:
+    """Read the specification of a drafter's layer, which is of one of the families.
+
+    Raises UnsupportedModelError for another family.
+    """
+    family = layer.string("model_type", "llama")
+    if family not in families:
+        raise layer.unsupported("model_type", f"; a drafter has a layer of {' or '.join(families)}")
+    layout = FAMILIES[family].config
+    assert layout
+    return layout.spec(layer)
 
 
 def check_target(name: str, spec: ModelSpec, target: ModelSpec) -> None:

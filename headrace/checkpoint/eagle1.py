@@ -10,11 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from headrace.checkpoint.assemble import assemble
-from headrace.checkpoint.drafter import Drafter, check_finite, check_target, with_lent
+from headrace.checkpoint.drafter import (
+    Drafter,
+    check_finite,
+    check_target,
+    layer_spec,
+    with_lent,
+)
 from headrace.checkpoint.load import Checkpoint, checked_spec
 from headrace.checkpoint.safetensors import read_folder
 from headrace.errors import RequestError
-from headrace.model import FAMILIES
 from headrace.model.eagle1 import TENSORS
 from headrace.model.family import Layout
 from headrace.model.fields import JsonFields
@@ -73,15 +78,7 @@ def _spec(config: JsonFields, target: ModelSpec, names: Collection[str]) -> Mode
     config.require_neutral(_NEUTRAL)
     layer = next((config.section(name) for name in _SECTIONS if name in config), config)
     layer.require_neutral(_NEUTRAL)
-    family = layer.string("model_type", "llama")
-    if family not in _FAMILIES:
-        raise layer.unsupported(
-            "model_type", f"; a drafter has a layer of {' or '.join(_FAMILIES)}"
-        )
-
-    layout = FAMILIES[family].config
-    assert layout
-    spec = layout.spec(layer)
+    spec = layer_spec(layer, _FAMILIES)
     drafter = DrafterSpec(
         taps=(target.num_layers,),
         target_dim=spec.dim,

@@ -16,11 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.checkpoint.assemble import assemble
-from headrace.checkpoint.drafter import Drafter, check_finite, check_target, with_lent
+from headrace.checkpoint.drafter import (
+    Drafter,
+    check_finite,
+    check_target,
+    layer_spec,
+    with_lent,
+)
 from headrace.checkpoint.load import Checkpoint, checked_spec
 from headrace.checkpoint.safetensors import read_folder
 from headrace.errors import FormatError
-from headrace.model import FAMILIES
 from headrace.model.eagle3 import TENSORS
 from headrace.model.family import Layout
 from headrace.model.fields import JsonFields
@@ -70,15 +75,7 @@ def _spec(config: JsonFields, num_layers: int) -> ModelSpec:
     """The specification of a drafter for a model with this number of layers."""
     config.require_neutral({"norm_before_fc": (False,), "fc_norm": (False,), "use_mla": (False,)})
     layer = config.section(_LAYER) if _LAYER in config else config
-    family = layer.string("model_type", "llama")
-    if family not in _FAMILIES:
-        raise layer.unsupported(
-            "model_type", f"; a drafter has a layer of {' or '.join(_FAMILIES)}"
-        )
-
-    layout = FAMILIES[family].config
-    assert layout
-    spec = layout.spec(layer)
+    spec = layer_spec(layer, _FAMILIES)
     drafter = DrafterSpec(
         taps=_taps(config, num_layers),
         target_dim=config.integer("target_hidden_size", spec.dim),

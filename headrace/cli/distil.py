@@ -32,7 +32,7 @@ EXAMPLES = """\
   headrace distil student smollm2 smollm2-half --layers 15 --learn outputs,logits,rows"""
 
 KINDS = ("draft", "student")
-_OF_KIND = {"draft": ("layer", "vocab_size", "taps"), "student": STUDENT_OPTIONS}
+_OF_KIND = {"draft": ("drafter", "vocab_size", "taps"), "student": STUDENT_OPTIONS}
 """Options of one kind alone. Their default is None."""
 
 
@@ -86,8 +86,7 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
 def _add_drafter(parser: argparse.ArgumentParser) -> None:
     draft = parser.add_argument_group("drafter")
     draft.add_argument(
-        "--kind",
-        dest="layer",
+        "--drafter",
         choices=("joined", "eagle3"),
         help="joined (the default): one matrix joins embedding and rows, which drafts better after "
         "a short training; eagle3: the layer of EAGLE-3, which other engines load too",
@@ -154,7 +153,7 @@ def _run_draft(args: argparse.Namespace) -> int:
         prompts=args.prompts,
         num_tokens=args.tokens,
         temperature=args.temperature,
-        kind=args.layer or DraftOptions.kind,
+        kind=args.drafter or DraftOptions.kind,
         taps=args.taps or (),
         vocab_size=args.vocab_size or VOCAB_SIZE,
         steps=args.steps or 0,

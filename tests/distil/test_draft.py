@@ -290,7 +290,7 @@ def test_distil_draft_prints_what_it_trained_and_how_to_use_it(
 ) -> None:
     prompts, out, answers = tmp_path / "prompts.txt", tmp_path / "draft", tmp_path / "answers"
     prompts.write_text("\n".join(f"river {i}" for i in range(12)))
-    options = "--tokens 120 --temperature 1 --kind eagle3 --vocab-size 80 --taps 1,3 --steps 2"
+    options = "--tokens 120 --temperature 1 --drafter eagle3 --vocab-size 80 --taps 1,3 --steps 2"
     options += " --learning-rate 0.01 --seed 3 --threads 1"
     command = ["distil", "draft", str(teacher), str(out), *options.split()]
     command += ["--prompts", str(prompts), "--answers", str(answers)]

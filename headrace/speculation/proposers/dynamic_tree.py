@@ -97,9 +97,9 @@ class GrowingTree:
         first = len(self.tokens)
         above, depth = (self.scores[parent], self.depths[parent]) if parent >= 0 else (0.0, 0)
         for rank, token in enumerate(expanded.tokens):
-            # A GPU returns no scores. Each next best token then counts half as likely.
+            # A GPU returns no score of a token that it draws alone.
             known = expanded.scores[rank] if expanded.scores else None
-            score = min(known, 0.0) if known is not None else (rank + 1) * _HALF
+            score = _HALF if known is None else min(known, 0.0)
             self.tokens.append(token)
             self.parents.append(parent)
             self.depths.append(depth + 1)
