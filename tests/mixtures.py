@@ -1,7 +1,8 @@
 """Random mixtures of all kinds of requests, each of which has the tokens that it has alone.
 
 `HEADRACE_MIXTURES=2000` before a test of mixtures is its long form; with `--hypothesis-seed N` it
-has pieces that differ.
+has pieces that differ. It takes more than the 300 seconds of a test: add
+`--timeout 0 -o faulthandler_timeout=0`.
 """
 
 import os
