@@ -135,6 +135,7 @@ RECORDS = {
     "errors",
     "messages",
     "record",
+    "whole_file",
 }
 ALLOWED |= {"__init__": {"llm", "async_llm", "measure", "simulator", *RECORDS}, "__main__": {"cli"}}
 PROPOSER_FILES = sorted((PACKAGE / "speculation/proposers").glob("*.py"))

@@ -35,6 +35,7 @@ from headrace.stats import (
     Stats,
     StepTotals,
 )
+from headrace.whole_file import UNFINISHED
 
 Record = dict[str, Any]
 """State of an engine: a `Stats` and a `BlockMap`; times are seconds since the epoch."""
@@ -98,7 +99,7 @@ class EngineWatcher:
         """Read all records, the busiest engine first; deletes the records of dead processes."""
         self._touch()
         # A process that was killed while it wrote leaves a hidden file.
-        for file in self._folder.glob(".*.new"):
+        for file in self._folder.glob(f".*{UNFINISHED}"):
             with suppress(OSError):
                 if self.now() - file.stat().st_mtime > _STALE_SECONDS:
                     file.unlink()

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headrace.errors import HeadraceError, RequestError
+from headrace.whole_file import sync
 
 
 def check_destination(out: Path) -> None:
@@ -36,8 +37,9 @@ def atomic_output(out: Path) -> Iterator[Path]:
         try:
             yield scratch
             for path in (*scratch.glob("*"), scratch):
-                _sync(path)
+                sync(path)
             os.rename(scratch, out)
+            sync(out.absolute().parent)
         except OSError as error:
             raise HeadraceError(
                 f"{out}: {error.strerror or error}; choose another place for the output"
@@ -47,12 +49,3 @@ def atomic_output(out: Path) -> Iterator[Path]:
             shutil.rmtree(scratch, ignore_errors=True)
         else:
             scratch.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    """Flush to the disk, so that a crash leaves no name without content."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

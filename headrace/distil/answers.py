@@ -29,6 +29,7 @@ from headrace.distil.files import DTYPES, disk_errors, write_json, write_safeten
 from headrace.errors import FormatError, RequestError
 from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
+from headrace.whole_file import remove_unfinished
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -311,9 +312,7 @@ class AnswerWriter:
                 self._meta = found
             else:
                 write_json(out / _META, asdict(meta))
-            for name in list_names(out):
-                if name.endswith(".unfinished"):
-                    (out / name).unlink()
+            remove_unfinished(out)
         stored = AnswerSet(out, replace(self._meta, finished=False))
         self._num_shards = len(_whole_shards(out))
         self._num_sequences = len(stored)

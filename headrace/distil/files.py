@@ -1,7 +1,6 @@
-"""Files that are written whole or not at all."""
+"""Arrays and JSON in files that are written whole or not at all."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from headrace.convert.folder.header import safetensors_layout
 from headrace.convert.tensor_writer import PlannedTensor, TensorWriter
 from headrace.errors import HeadraceError
+from headrace.whole_file import replace_file, replacing
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "I32": np.dtype("<i4"),
@@ -31,7 +31,7 @@ def write_safetensors(path: Path, arrays: Mapping[str, tuple[str, NDArray[Any]]]
         PlannedTensor(name, dtype, array.shape, array.size * DTYPES[dtype].itemsize)
         for name, (dtype, array) in arrays.items()
     ]
-    with replacing(path) as scratch:
+    with replacing(path, survives=True) as scratch:
         writer = TensorWriter(scratch, safetensors_layout(planned))
         for name, (dtype, array) in arrays.items():
             writer.write(name, [array.astype(DTYPES[dtype], copy=False)])
@@ -40,25 +40,7 @@ def write_safetensors(path: Path, arrays: Mapping[str, tuple[str, NDArray[Any]]]
 
 def write_json(path: Path, value: object) -> None:
     """Write a file, or replace it at once."""
-    with replacing(path) as scratch:
-        scratch.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path for a new file, which takes the place of `path` when it is on the disk."""
-    scratch = path.with_name(f"{path.name}.unfinished")
-    try:
-        scratch.unlink(missing_ok=True)
-        yield scratch
-        descriptor = os.open(scratch, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
+    replace_file(path, json.dumps(value, indent=2) + "\n", survives=True)
 
 
 @contextmanager

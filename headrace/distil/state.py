@@ -22,6 +22,7 @@ from headrace.distil.files import disk_errors, write_safetensors
 from headrace.errors import FormatError, RequestError
 from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
+from headrace.whole_file import remove_unfinished
 
 Identity = Mapping[str, Any]
 """What a run trains, by the names of the options: JSON values."""
@@ -70,6 +71,7 @@ def load_state(
     """
     if not path.exists():
         return None
+    remove_unfinished(path.parent)
     tensors = read_safetensors(path)
     try:
         record = json.loads(tensors.pop(_RECORD).dequantise().astype(np.uint8).tobytes())

@@ -15,6 +15,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from headrace.whole_file import replace_file
+
 VERSION = 3
 WATCH = "watch"
 """The file that a watching process touches. With the text `map`, records include the block map."""
@@ -83,17 +85,8 @@ class Publisher:
                 self._file.unlink()
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        new = self._folder / f".{self._name}.new"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
-        descriptor = os.open(new, flags, 0o600)
-        try:
-            with open(descriptor, "w") as file:
-                json.dump(record, file, separators=(",", ":"))
-            self._file = self._folder / f"{self._name}.json"
-            new.replace(self._file)
-        except OSError:
-            new.unlink()  # a full disk leaves half a record
-            raise
+        self._file = self._folder / f"{self._name}.json"
+        replace_file(self._file, json.dumps(record, separators=(",", ":")), mode=0o600)
 
 
 def _user() -> int:

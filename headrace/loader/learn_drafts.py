@@ -32,6 +32,7 @@ from headrace.record import frozen
 from headrace.speculation.learning.buffer import window_bytes
 from headrace.speculation.learning.learner import DraftLearner, LearnerParts
 from headrace.speculation.proposers.eagle import EagleProposer
+from headrace.whole_file import remove_unfinished, replace_file
 
 IN_MEMORY = "on"
 """A `learn_drafts` that keeps nothing."""
@@ -121,12 +122,17 @@ class KeptWeights:
         """
         try:
             self._folder.mkdir(exist_ok=True)
+            remove_unfinished(self._folder)
             if source is None:
                 (self._folder / _WEIGHTS).unlink(missing_ok=True)
                 return
-            _replace(self._folder / "config.json", (self._drafter / "config.json").read_bytes())
-            _replace(self._folder / _RECORD, json.dumps(self._record, indent=2).encode() + b"\n")
-            _replace(self._folder / _WEIGHTS, (source / _WEIGHTS).read_bytes())
+            files: dict[str, str | bytes] = {
+                "config.json": (self._drafter / "config.json").read_bytes(),
+                _RECORD: json.dumps(self._record, indent=2) + "\n",
+                _WEIGHTS: (source / _WEIGHTS).read_bytes(),
+            }
+            for name, content in files.items():
+                replace_file(self._folder / name, content, survives=True)
         except OSError as error:
             raise HeadraceError(
                 f"learn_drafts '{self._folder}': {error.strerror or error}; free some space"
@@ -318,16 +324,3 @@ def _check_bytes(config: EngineConfig, drafter: Drafter) -> None:
             f"learn_drafts_bytes is {config.learn_drafts_bytes:,}, but {_MIN_WINDOWS} texts of 128 "
             f"tokens with rows of {width:,} numbers need {needed:,}; set it to {needed:,} or more"
         )
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file, or replace it at once."""
-    scratch = path.with_name(f".{path.name}.unfinished")
-    try:
-        with scratch.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)

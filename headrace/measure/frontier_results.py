@@ -9,6 +9,7 @@ from headrace.convert.quality import Quality
 from headrace.errors import RequestError
 from headrace.measure.frontier_points import EarlyRows, FormScore, FormSpeed
 from headrace.planner.draft_gain import Costs
+from headrace.whole_file import replace_file
 
 _VERSION = 1
 
@@ -64,10 +65,8 @@ class FrontierResults:
             "speeds": {name: _speed_facts(speed) for name, speed in self.speeds.items()},
             "left_out": self.left_out,
         }
-        new = self._file.with_suffix(".new")
         try:
-            new.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-            new.replace(self._file)
+            replace_file(self._file, json.dumps(facts, indent=2) + "\n", survives=True)
         except OSError as error:
             raise RequestError(
                 f"{self._file}: {error.strerror}; choose a folder that you may write to"

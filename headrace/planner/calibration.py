@@ -1,7 +1,6 @@
 """Stored calibrations: the speed of kernels and the memory of a process on this machine."""
 
 import json
-import os
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,6 +12,7 @@ from headrace.planner import hardware
 from headrace.planner.memory import ProcessMemory
 from headrace.planner.reach import Reach, Reaches, parse_reaches
 from headrace.record import frozen
+from headrace.whole_file import replace_file
 
 _FILE = "calibration.json"
 
@@ -43,11 +43,9 @@ def store_calibration(calibration: Calibration, threads: int = 0) -> bool:
     """Store a calibration in place of the last one; False if the folder cannot be written."""
     entries = {**_load(), _key(threads): calibration_facts(calibration)}
     file = hardware.cache_file(_FILE)
-    new = file.with_suffix(f".{os.getpid()}.tmp")
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(json.dumps(entries, indent=1))
-        new.replace(file)
+        replace_file(file, json.dumps(entries, indent=1))
         return True
     return False
 

@@ -14,6 +14,7 @@ from headrace.backend_traits import traits_of
 from headrace.planner import gpu, host
 from headrace.program.op import Kind
 from headrace.record import frozen
+from headrace.whole_file import replace_file
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 READ_BYTES = 256 << 20
@@ -221,8 +222,6 @@ def _remember(key: str, reading: _Reading) -> None:
     recent = _recent(readings)[-_MAX_READINGS:]
     entries = found | {key: [asdict(reading) for reading in recent]}
     file = _cache_file()
-    new = file.with_suffix(f".{os.getpid()}.tmp")
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(json.dumps(entries, indent=1))
-        new.replace(file)
+        replace_file(file, json.dumps(entries, indent=1))

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -10,6 +9,7 @@ from typing import Any
 
 from headrace.planner import hardware
 from headrace.record import frozen
+from headrace.whole_file import replace_file
 
 _FILE = "prices.json"
 _MAX_KEPT = 500
@@ -69,11 +69,9 @@ def keep_price(model: str, mode: str, price: Price) -> bool:
     entries.pop(_key(model, mode), None)
     entries = dict(list(entries.items())[-(_MAX_KEPT - 1) :]) | {_key(model, mode): asdict(price)}
     file = hardware.cache_file(_FILE)
-    new = file.with_suffix(f".{os.getpid()}.tmp")
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(json.dumps(entries, indent=1))
-        new.replace(file)
+        replace_file(file, json.dumps(entries, indent=1))
         return True
     return False
 

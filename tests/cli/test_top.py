@@ -23,6 +23,7 @@ from headrace.engine.engine import Engine
 from headrace.errors import RequestError
 from headrace.planner.hardware import Machine
 from headrace.sampling_params import SamplingParams
+from headrace.whole_file import UNFINISHED
 from tests.checkpoint.conftest import write_gguf  # noqa: F401 - a fixture
 from tests.engine.toy import toy_engine
 
@@ -172,9 +173,10 @@ class TestReadRecords:
         (file,) = folder.glob("*.json")
         dead = folder / f"{process.pid}-0.json"
         dead.write_text(file.read_text())
-        (folder / f".{process.pid}-0.new").write_text("half a rec")
+        half = folder / f".{process.pid}-0.json.{process.pid}-0{UNFINISHED}"
+        half.write_text("half a rec")
         assert len(watcher.read()) == 2  # it may be of a process that we cannot see: a container's
-        for path in (file, dead, folder / f".{process.pid}-0.new"):
+        for path in (file, dead, half):
             os.utime(path, (time.time() - 60,) * 2)
         assert len(watcher.read()) == 1 and files(folder) == sorted([file.name, "watch"])
 
@@ -213,7 +215,7 @@ class TestReadRecords:
             raise OSError("no space")
 
         EngineWatcher()
-        monkeypatch.setattr("headrace.engine.publish.json.dump", full)
+        monkeypatch.setattr("headrace.whole_file.os.replace", full)
         busy_engine().step()
         assert files(folder) == [publish.WATCH]
 

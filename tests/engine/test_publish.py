@@ -103,14 +103,16 @@ def test_the_map_is_written_on_request(watched: Path, text: str, with_map: str) 
 def test_other_files_in_place_of_a_record(watched: Path, tmp_path: Path) -> None:
     """An older file is replaced as a whole, and a link is not followed."""
     publisher = Publisher(lambda with_map: {"a": [1, 2]})
-    new = watched / f".{publisher._name}.new"
-    new.write_text("x" * 100)
+    record = watched / f"{publisher._name}.json"
+    record.write_text("x" * 100)
     publisher.tick(0.0)
     assert files(watched) == {"json": '{"a":[1,2]}'}
+    assert record.stat().st_mode & 0o777 == 0o600
     (tmp_path / "other").write_text("mine")
-    new.symlink_to(tmp_path / "other")
+    record.unlink()
+    record.symlink_to(tmp_path / "other")
     publisher.tick(1.0)
-    assert (tmp_path / "other").read_text() == "mine"
+    assert (tmp_path / "other").read_text() == "mine" and not record.is_symlink()
 
 
 def test_each_engine_has_a_record_of_its_own(watched: Path) -> None:

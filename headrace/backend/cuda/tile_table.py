@@ -7,11 +7,8 @@ models with these weights.
 
 import json
 import logging
-import os
 import re
-import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -23,6 +20,7 @@ from headrace.backend.cuda.architecture import architecture
 from headrace.backend.cuda.device import device_name
 from headrace.backend.cuda.kernels.tiles import ROW_BUCKETS, Product, Tile, use_tiles
 from headrace.errors import CacheError
+from headrace.whole_file import replace_file
 
 _log = logging.getLogger("headrace.loader")
 
@@ -152,28 +150,14 @@ def write_tiles(file: Path, tuned: Sequence[TunedTile]) -> int:
     header = json.dumps(_header())
     text = f'{header[:-1]}, "tiles": [\n{lines}\n]}}\n'
     try:
-        _replace(file, text)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(file, text)
     except OSError as error:
         raise CacheError(
             f"{file}: {error.strerror}; change the permissions of its folder, or name another "
             "file with --out"
         ) from error
     return len(flat)
-
-
-def _replace(file: Path, text: str) -> None:
-    """Write a file in one step: a reader sees the old or the new text."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    number, name = tempfile.mkstemp(prefix=f".{file.stem}-", suffix=".tmp", dir=file.parent)
-    try:
-        with os.fdopen(number, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        os.chmod(name, 0o644)
-        Path(name).replace(file)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 def _header() -> dict[str, Any]:

@@ -27,6 +27,7 @@ from headrace.errors import UnsupportedModelError
 from headrace.quant.formats import FORMATS, StoredTensor
 from headrace.quant.spec import PLAIN, QuantSpec, encode_numbers
 from headrace.record import frozen
+from headrace.whole_file import replace_file
 
 _CONFIG = "config.json"
 _WEIGHTS = (
@@ -187,9 +188,7 @@ def add_price(folder: Path, price: Mapping[str, Any]) -> None:
     """Add the measured loss of a written folder to its `config.json`."""
     file = folder / _CONFIG
     config = json.loads(file.read_text(encoding="utf-8")) | {FOLDER_PRICE: dict(price)}
-    new = file.with_suffix(".tmp")
-    new.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    new.replace(file)
+    replace_file(file, json.dumps(config, indent=2) + "\n", survives=True)
 
 
 def copy_model_files(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
