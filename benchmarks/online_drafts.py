@@ -25,7 +25,11 @@ import numpy as np
 from headrace import LLM, SamplingParams
 from headrace.stats import LearningStats
 
-_TABLES = ("customers", "orders", "books", "flights", "players", "recipes", "songs", "invoices")
+_TABLES = (
+    *("customers", "orders", "books", "flights", "players", "recipes", "songs", "invoices"),
+    *("patients", "hotels", "movies", "sensors", "employees", "tickets", "cars", "loans"),
+)
+_MEASURED = 16
 _TASKS = (
     "counts the rows of the table {} by month",
     "lists the ten newest rows of the table {}",
@@ -69,7 +73,7 @@ def prompts() -> tuple[list[str], list[str]]:
     every = [_ASK.format(task.format(table)) for table in _TABLES for task in _TASKS]
     order = np.random.default_rng(0).permutation(len(every))
     shuffled = [every[i] for i in order]
-    return shuffled[8:], shuffled[:8]
+    return shuffled[_MEASURED:], shuffled[:_MEASURED]
 
 
 def chat(llm: LLM, texts: Sequence[str], max_tokens: int) -> int:
