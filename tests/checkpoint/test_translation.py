@@ -121,10 +121,8 @@ def test_a_draft_is_cut_into_tokens_with_the_same_bytes(
     if pair == ("byte-level", "bpe"):
         assert len(whole) - 3 - begins <= len(made) or not drafted
     starts = {made, made.removeprefix(b" ")} if begins else {made}
-    assert (
-        whole.startswith(tuple(starts))
-        or (begins
-        and whole.startswith(tuple(b" " + start for start in starts)))
+    assert whole.startswith(tuple(starts)) or (
+        begins and whole.startswith(tuple(b" " + start for start in starts))
     )
 
 
