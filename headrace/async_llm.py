@@ -1,7 +1,7 @@
 """`AsyncLLM`: `LLM` for asyncio programs, whose many tasks share the engine's steps."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from os import PathLike
@@ -18,6 +18,8 @@ from headrace.outputs import RequestOutput, Update
 from headrace.prompts import Message, Prompt, PromptOptions, TextOptions
 from headrace.request import CheckedRequest, Pooling, PoolingParams, RequestOptions
 from headrace.sampling_params import SamplingParams
+from headrace.sessions.async_session import AsyncSession
+from headrace.sessions.tree import MAX_NODES, SessionHost, SessionOptions
 
 
 class _AsyncInbox:
@@ -129,6 +131,34 @@ class AsyncLLM(BaseLLM):
         if result.embedding is None:
             raise RequestFailedError("the prompt timed out before its embedding", [result])
         return result.embedding
+
+    async def session(
+        self,
+        prompt: Prompt | Sequence[Message],
+        *,
+        seed: int | None = None,
+        max_nodes: int = MAX_NODES,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+        **prompt_options: Unpack[PromptOptions],
+    ) -> AsyncSession:
+        """Compute a prompt or a conversation, and return a session whose root it is.
+
+        Arguments and errors are as for `LLM.session`.
+        """
+        options = SessionOptions(
+            seed=seed, max_nodes=max_nodes, cache_salt=cache_salt, adapter=adapter
+        )
+
+        def make(
+            host: SessionHost, token_ids: Iterable[int], options: SessionOptions
+        ) -> AsyncSession:
+            return AsyncSession(host, self._run, token_ids, options)
+
+        start = partial(self._start_session, make, prompt, prompt_options, options)
+        session = await asyncio.get_running_loop().run_in_executor(None, start)
+        await session.compute(session.root, session.request_options())
+        return session
 
     async def _checked(
         self,

@@ -17,6 +17,7 @@ from headrace.checkpoint.adapter import read_adapter
 from headrace.checkpoint.source import resolve
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import INTERACTIVE, OFFLINE, Preset
+from headrace.engine.engine import Engine
 from headrace.engine.thread import EngineThread, Inbox
 from headrace.errors import RequestError, RequestFailedError
 from headrace.loader.load import load_model
@@ -28,12 +29,15 @@ from headrace.prompts import (
     Message,
     Prompt,
     PromptOptions,
+    PromptReader,
     TextOptions,
     TokenizedPrompt,
     is_conversation,
 )
 from headrace.request import CheckedRequest, Pooling, PoolingParams, RequestOptions
 from headrace.sampling_params import SamplingParams
+from headrace.sessions.session import Session
+from headrace.sessions.tree import MAX_NODES, SessionOptions
 from headrace.stats import BlockMap, Stats
 
 _T = TypeVar("_T")
@@ -131,6 +135,22 @@ class BaseLLM:
         """
         return self._thread.call(self._engine.block_map)
 
+    def _start_session(
+        self,
+        make: Callable[["_SessionHost", Iterable[int], SessionOptions], _T],
+        prompt: Prompt | Sequence[Message],
+        prompt_options: PromptOptions,
+        options: SessionOptions,
+    ) -> _T:
+        """Read the first prompt of a session, and make the session."""
+        params = SamplingParams(max_tokens=1)
+        request = self._check_one(prompt, params, prompt_options, RequestOptions())
+        return make(
+            _SessionHost(self._engine, self._thread, self._prompts, self._tokenizer),
+            request.prompt_token_ids,
+            options,
+        )
+
     def close(self) -> None:
         """End all requests and free the model's memory.
 
@@ -214,6 +234,38 @@ class BaseLLM:
                 self._engine.check(token_ids, sampling, options, prompt=text, pooling=pooling)
             )
         return requests
+
+
+class _SessionHost:
+    """The parts of a loaded model that its sessions use."""
+
+    def __init__(
+        self, engine: Engine, thread: EngineThread, prompts: PromptReader, tokenizer: Tokenizer
+    ) -> None:
+        self._engine = engine
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+        self._thread = thread
+        self.max_model_len = engine.limits.max_model_len
+        self.release = thread.release
+        self.release_all = thread.release_all
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._prompts.read_prompt(text, add_special_tokens=False).token_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        decoder = self._tokenizer.decoder(continues=True)
+        return "".join(map(decoder.push, token_ids)) + decoder.flush()
+
+    def check(
+        self,
+        token_ids: list[int],
+        params: SamplingParams | None,
+        options: RequestOptions,
+        pooling: PoolingParams | None = None,
+    ) -> CheckedRequest:
+        self._thread.check_open()
+        return self._engine.check(token_ids, params, options, pooling=pooling)
 
 
 class LLM(BaseLLM):
@@ -352,6 +404,33 @@ class LLM(BaseLLM):
             embeddings.append(output.embedding)
         return np.stack(embeddings) if embeddings else np.zeros((0, self.spec.dim), np.float32)
 
+    def session(
+        self,
+        prompt: Prompt | Sequence[Message],
+        *,
+        seed: int | None = None,
+        max_nodes: int = MAX_NODES,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+        **prompt_options: Unpack[PromptOptions],
+    ) -> Session:
+        """Compute a prompt or a conversation, and return a session whose root it is.
+
+        Each node of the session can be extended, sampled, scored, embedded and rolled back, and
+        its KV stays until it is closed or the memory is needed. `seed` makes all draws
+        reproducible, `max_nodes` limits the open nodes, and `adapter` is that of calls that name
+        none. `prompt_options` are those of `stream`. Raises RequestError for an invalid prompt
+        or option.
+        """
+        options = SessionOptions(
+            seed=seed, max_nodes=max_nodes, cache_salt=cache_salt, adapter=adapter
+        )
+
+        def make(host: _SessionHost, token_ids: Iterable[int], options: SessionOptions) -> Session:
+            return Session(host, self._run, token_ids, options)
+
+        return self._start_session(make, prompt, prompt_options, options)
+
     def stream(
         self,
         prompt: Prompt | Sequence[Message],
@@ -404,7 +483,9 @@ class LLM(BaseLLM):
         )
         return (update.text for update in updates if update.text)
 
-    def _run(self, requests: Sequence[CheckedRequest], progress: bool) -> list[RequestOutput]:
+    def _run(
+        self, requests: Sequence[CheckedRequest], progress: bool = False
+    ) -> list[RequestOutput]:
         results: dict[str, RequestOutput] = {}
         ids = [next(self._ids) for _ in requests]
         inbox = Inbox()

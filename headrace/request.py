@@ -47,6 +47,50 @@ class PoolingParams:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PathOptions:
+    """Options of a request whose prompt is a path of a session
+    (docs/use/sessions.md).
+    """
+
+    keep: Sequence[str] = ()
+    """Names under which the engine keeps the KV of the outputs, one for each; of the prompt, with
+    `score_from`. Empty: it keeps nothing.
+    """
+    seeds: Sequence[int] = ()
+    """Seed of each output. Output i has the tokens of a request of its own with seed i. Empty: one
+    seed for all, as without a session.
+    """
+    score_from: int | None = None
+    """Index of the first prompt token whose log-probability is read. The request then generates
+    nothing, and computes all prompt tokens except the last. None: it generates.
+    """
+
+    def checked(self, num_prompt_tokens: int, num_outputs: int) -> "PathOptions":
+        """Return the options as plain tuples. Raises RequestError, which names the field."""
+        keep, seeds = tuple(self.keep), tuple(self.seeds)
+        if not all(isinstance(name, str) and name for name in keep):
+            raise RequestError("path.keep must be names, each a text that is not empty")
+        if len(keep) not in (0, num_outputs):
+            raise RequestError(
+                f"path.keep has {len(keep)} names for {num_outputs} outputs; give one for each"
+            )
+        if len(seeds) not in (0, num_outputs):
+            raise RequestError(
+                f"path.seeds has {len(seeds)} seeds for {num_outputs} outputs; give one for each"
+            )
+        score_from = self.score_from
+        if score_from is not None:
+            if num_prompt_tokens < 2:
+                raise RequestError("path.score_from needs a prompt of at least 2 tokens")
+            score_from = integer("path.score_from", score_from, 1, num_prompt_tokens)
+        return PathOptions(
+            keep=keep,
+            seeds=tuple(integer("path.seeds", seed, 0, 2**64 - 1) for seed in seeds),
+            score_from=score_from,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RequestOptions:
     """Options of one request besides its sampling parameters: scheduling, cache and adapter.
 
@@ -63,13 +107,15 @@ class RequestOptions:
     """Only requests with the same salt share KV in the prefix cache."""
     adapter: str | None = None
     """Name of the loaded LoRA adapter to run with; None: the model without an adapter."""
+    path: PathOptions | None = None
+    """Set for a request of a session."""
 
     def checked(self) -> "RequestOptions":
         """Return the options as plain ints, floats and strings.
 
         Raises RequestError, which names the field, for a value of a wrong type or out
-        of range. The engine knows whether the adapter is loaded, so `Engine.check`
-        checks that field.
+        of range. The engine knows whether the adapter is loaded, and how long the prompt
+        is, so `Engine.check` checks `adapter` and `path`.
         """
         salt = self.cache_salt
         if salt is not None and not (isinstance(salt, str) and len(salt) <= MAX_SALT_CHARACTERS):
@@ -83,6 +129,7 @@ class RequestOptions:
             timeout=None if timeout is None else number("timeout", timeout, 0.0, _MAX_SECONDS),
             cache_salt=salt,
             adapter=self.adapter,
+            path=self.path,
         )
 
 

@@ -167,6 +167,10 @@ class Stats(NamedTuple):
     """Bytes of the numbers of all adapters in memory, as they were read. Rank 0 of several keeps
     these bytes for a restart."""
     learning: LearningStats = NO_LEARNING
+    kept_paths: int = 0
+    """Paths of sessions whose KV the engine keeps."""
+    kept_blocks: int = 0
+    """Blocks of these paths; some belong to running sequences, too."""
 
     @property
     def blocks_total(self) -> int:

@@ -4,6 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import count, islice
 from math import inf
 from time import perf_counter
@@ -44,7 +45,13 @@ from headrace.program.adapter import Adapter
 from headrace.program.kv import KvGroup
 from headrace.proposer import Proposer
 from headrace.record import frozen
-from headrace.request import DEFAULT_OPTIONS, CheckedRequest, PoolingParams, RequestOptions
+from headrace.request import (
+    DEFAULT_OPTIONS,
+    CheckedRequest,
+    PathOptions,
+    PoolingParams,
+    RequestOptions,
+)
 from headrace.sampling.sampler import random_seed
 from headrace.sampling_params import SamplingParams
 from headrace.speculation.learning.learner import METHOD, DraftLearner
@@ -196,7 +203,9 @@ class Engine:
             options = options.checked()
             if options.adapter is not None:
                 self._adapters.check(options.adapter)
-            known = self._checked_prompt(prompt_token_ids, params, pooling)
+            known = self._checked_prompt(prompt_token_ids, params, pooling, options.path)
+            if options.path is not None:
+                options = replace(options, path=self._checked_path(options.path, known, params))
             constraint = (
                 None
                 if pooling
@@ -213,7 +222,7 @@ class Engine:
             return check_output_tokens(
                 output_token_ids,
                 checked,
-                max_tokens=self._limit(len(known), params, pooling) - len(known),
+                max_tokens=self._limit(len(known), params, pooling, options.path) - len(known),
                 tokenizer=self._tokenizer,
                 vocab_size=self.limits.vocab_size,
             )
@@ -243,13 +252,14 @@ class Engine:
             prompt=checked.prompt,
             prompt_token_ids=checked.prompt_token_ids,
             params=params,
-            limit=self._limit(num_prompt_tokens, params, pooling),
+            limit=self._limit(num_prompt_tokens, params, pooling, options.path),
             acceptor=self._acceptor(params),
             timer=RequestTimer(self._clock, self._loop.detokeniser),
             options=options,
             adapter=adapter,
             pooling=PromptPooling(pooling, num_prompt_tokens) if pooling else None,
             constraint=checked.constraint,
+            score_from=options.path.score_from if options.path else None,
             only_result=only_result,
         )
         seqs = create_sequences(
@@ -293,6 +303,14 @@ class Engine:
         self._meter.finished += 1
         self._forget(request_id)
         return updates
+
+    def release(self, names: Iterable[str]) -> None:
+        """Stop keeping the KV of paths; unknown names are ignored."""
+        self._scheduler.release(names)
+
+    def release_all(self, prefix: str) -> None:
+        """Stop keeping the KV of all paths whose names begin with `prefix`."""
+        self._scheduler.release_all(prefix)
 
     def load_adapter(self, name: str, adapter: Adapter) -> None:
         """Load an adapter of the model's own weights. Raises RequestError if the name is taken."""
@@ -448,6 +466,8 @@ class Engine:
             kv=snapshot.kv_stats(
                 scheduler.running, self._kv, self.limits.kv_groups, self.limits.kv
             ),
+            kept_paths=len(scheduler.kept),
+            kept_blocks=scheduler.kept.num_blocks,
             steps=loop.num_steps,
             rows=loop.num_rows,
             rows_last=meter.rows_last,
@@ -506,8 +526,26 @@ class Engine:
 
     # Checks
 
+    def _checked_path(
+        self, path: PathOptions, known: list[int], params: SamplingParams
+    ) -> PathOptions:
+        """Check the options of a session's request. Raises RequestError."""
+        for name, value, needed in (
+            ("prefix_cache", self.config.prefix_cache, True),
+            ("batching", self.config.batching, "inflight"),
+        ):
+            if value != needed:
+                raise RequestError(
+                    f"a session needs {name}={needed!r}, but it is {value!r}; set {name}={needed!r}"
+                )
+        return path.checked(len(known), 1 if path.score_from is not None else params.n)
+
     def _checked_prompt(
-        self, prompt_token_ids: Iterable[int], params: SamplingParams, pooling: PoolingParams | None
+        self,
+        prompt_token_ids: Iterable[int],
+        params: SamplingParams,
+        pooling: PoolingParams | None,
+        path: PathOptions | None,
     ) -> list[int]:
         max_model_len, vocab_size = self.limits.max_model_len, self.limits.vocab_size
         too_many = (
@@ -515,7 +553,8 @@ class Engine:
             "{limit:,}; shorten the prompt"
         )
         # A prompt that is continued must leave room for one output token.
-        max_prompt_len = max_model_len if pooling else max_model_len - 1
+        is_read_only = pooling or (path and path.score_from is not None)
+        max_prompt_len = max_model_len if is_read_only else max_model_len - 1
         known = token_ids("prompt_token_ids", prompt_token_ids, max_prompt_len, too_many)
         if not known:
             raise RequestError("the prompt is empty")
@@ -536,11 +575,15 @@ class Engine:
                     f"{name} has token {highest:,}, but the vocabulary ends at "
                     f"{vocab_size - 1:,}{hint}"
                 )
-        self._check_size(len(known), params, pooling)
+        self._check_size(len(known), params, pooling, path)
         return known
 
     def _check_size(
-        self, prompt_len: int, params: SamplingParams, pooling: PoolingParams | None
+        self,
+        prompt_len: int,
+        params: SamplingParams,
+        pooling: PoolingParams | None,
+        path: PathOptions | None,
     ) -> None:
         """Check that a request can run alone: all beams together, independent sequences one by
         one.
@@ -557,7 +600,7 @@ class Engine:
                 )
 
         demand = Demand(
-            num_tokens=self._limit(prompt_len, params, pooling) - 1,
+            num_tokens=self._limit(prompt_len, params, pooling, path) - 1,
             computed=0,
             width=width,
             common=prompt_len,
@@ -574,10 +617,18 @@ class Engine:
                     "use fewer tokens or raise kv_blocks"
                 )
 
-    def _limit(self, prompt_len: int, params: SamplingParams, pooling: PoolingParams | None) -> int:
+    def _limit(
+        self,
+        prompt_len: int,
+        params: SamplingParams,
+        pooling: PoolingParams | None,
+        path: PathOptions | None,
+    ) -> int:
         """Return the max length of a sequence: one more than the tokens that need KV."""
         if pooling:
             return prompt_len + 1
+        if path and path.score_from is not None:
+            return prompt_len
         if params.max_tokens is None:
             return self.limits.max_model_len
         return min(self.limits.max_model_len, prompt_len + params.max_tokens)

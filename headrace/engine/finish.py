@@ -15,8 +15,7 @@ def receive_tokens(seq: Sequence, commit: Commit, scheduler: Scheduler) -> int:
     """
     output = seq.output
     if not commit.tokens:
-        pooling = seq.request.pooling
-        if pooling and pooling.vector is not None and output.finish_reason is None:
+        if seq.has_read_prompt and output.finish_reason is None:
             output.finish("stop")
             scheduler.drop(seq)
         return 0

@@ -3,13 +3,15 @@
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as Lists
 from operator import attrgetter
 
 from headrace.config import EngineConfig
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.sequence import Request, Sequence
 from headrace.engine.step_timer import StepTimer
-from headrace.kv.manager import KvManager
+from headrace.kv.kept import KeptPaths
+from headrace.kv.manager import Copy, KvManager
 from headrace.kv.prefix import Hit, PrefixCache
 
 STEPS_PER_PRIORITY = 1000
@@ -35,6 +37,9 @@ class SequenceQueues:
         self._kv = kv
         self._config = config
         self._cache = self._new_cache()
+        self.kept = KeptPaths(kv)
+        self._copies: list[Copy] = []
+        """Block copies before the next step."""
         self._num_steps = 0
         self._num_moves = 0
         self._dropped = set[Sequence]()
@@ -132,6 +137,7 @@ class SequenceQueues:
         self._dropped = set()
         self._kv.reset()
         self._cache = self._new_cache()
+        self.kept = KeptPaths(self._kv)
         return touched
 
     def clear_suspects(self, scheduled: list[ScheduledSequence]) -> None:
@@ -158,7 +164,7 @@ class SequenceQueues:
         seq.tables = self._kv.new_tables()
         if self._cache is not None:
             self._cache.share(hit, seq.tables)
-        self._kv.allocate(seq.tables, seq.computed, seq.num_uncomputed)
+        self._copies += self._kv.allocate(seq.tables, seq.computed, seq.num_uncomputed) or ()
 
         request = seq.request
         if request.timer.start():
@@ -185,10 +191,36 @@ class SequenceQueues:
     def _free(self, seq: Sequence) -> None:
         self._cache_full_blocks(seq)
         if seq.tables:
+            if seq.keep and seq.output.finish_reason in ("stop", "length"):
+                self._keep(seq)
             self._kv.free(seq.tables)
         seq.tables, seq.node = (), None
 
-    # The prefix cache
+    # Kept paths and the prefix cache
+
+    def release(self, names: Iterable[str]) -> None:
+        """Release kept paths, also those of ended sequences that a launched step still uses."""
+        released = set(names)
+        for seq in self._dropped:
+            if seq.keep in released:
+                seq.keep = ""
+        self.kept.release(released)
+
+    def release_all(self, prefix: str) -> None:
+        """Release all kept paths whose names begin with `prefix`."""
+        for seq in self._dropped:
+            if seq.keep.startswith(prefix):
+                seq.keep = ""
+        self.kept.release_all(prefix)
+
+    def _keep(self, seq: Sequence) -> None:
+        """Keep the KV of an ended sequence, up to the last token of its output."""
+        node, num_tokens = seq.node, seq.prompt_len + len(seq.output.token_ids)
+        num_tokens = min(num_tokens, seq.settled)
+        while node is not None and node.depth * self._kv.block_size > num_tokens:
+            node = node.parent
+        if node is not None and num_tokens // self._kv.block_size == node.depth:
+            self.kept.keep(seq.keep, node, seq.known[:num_tokens], seq.tables)
 
     def _new_cache(self) -> PrefixCache | None:
         return PrefixCache(self._kv) if self._config.prefix_cache else None
@@ -197,10 +229,16 @@ class SequenceQueues:
         if self._cache is None:
             return Hit(node=None, blocks=[[] for _ in self._kv.pools], num_tokens=0)
         node = self._cache.match(seq.request.scope, seq.known, seq.max_cached)
+        num_tokens = node.depth * self._kv.block_size
+        tail: tuple[Lists[int], int] = ((), 0)
+        if self.kept:
+            end = min(seq.max_cached, num_tokens + self._kv.block_size)
+            tail = self.kept.find(node, seq.known[num_tokens:end])
         return Hit(
             node=node,
             blocks=self._cache.blocks(node),
-            num_tokens=node.depth * self._kv.block_size,
+            num_tokens=num_tokens + tail[1],
+            tail=tail[0],
         )
 
     def _cache_full_blocks(self, seq: Sequence) -> None:

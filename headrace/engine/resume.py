@@ -7,7 +7,7 @@ from headrace.acceptors import Acceptor
 from headrace.engine.output import Output, TokenizerView, end_ids, stop_patterns
 from headrace.engine.sequence import Request, Sequence
 from headrace.errors import ConstraintError, RequestError
-from headrace.request import CheckedRequest
+from headrace.request import CheckedRequest, PathOptions
 from headrace.sampling.sampler import derive_seed, make_sampler
 from headrace.validation import token_ids
 
@@ -29,7 +29,9 @@ def create_sequences(
     """
     params, prompt = request.params, request.prompt_token_ids
     own_seed = derive_seed(seed, request.number) if params.seed is None else params.seed
-    sampler = make_sampler(params, prompt, vocab_size, own_seed, end_ids(params, tokenizer))
+    ends = end_ids(params, tokenizer)
+    sampler = make_sampler(params, prompt, vocab_size, own_seed, ends)
+    path = request.options.path or PathOptions()
     patterns = stop_patterns(params, tokenizer)
     max_tokens = request.limit - len(prompt)
 
@@ -42,9 +44,15 @@ def create_sequences(
             seq_id=(request.number, index),
             request=request,
             known=list(prompt),
-            sampler=sampler.clone(index),
+            # Outputs with seeds of their own are those of requests with n = 1.
+            sampler=(
+                make_sampler(params, prompt, vocab_size, path.seeds[index], ends)
+                if path.seeds
+                else sampler.clone(index)
+            ),
             output=output,
             fork_at=len(prompt),
+            keep=path.keep[index] if path.keep else "",
         )
         seqs.append(seq)
     request.seqs = seqs

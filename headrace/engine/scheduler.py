@@ -70,6 +70,7 @@ class Scheduler(SequenceQueues):
 
     def schedule(self) -> SchedulerOutput:
         self._num_steps += 1
+        self._copies = []
         block_size = self._kv.block_size
         for seq in self.running:
             if seq.node is not None and (seq.node.depth + 1) * block_size <= seq.settled:
@@ -78,6 +79,8 @@ class Scheduler(SequenceQueues):
         # Forks of the last step may be more than a step or the KV cache can hold.
         while len(self.running) > self._config.max_seqs:
             self._preempt(self.running[-1])
+        while self._kv.is_overcommitted and self.kept:
+            self.kept.park()
         while self._kv.is_overcommitted:
             self._preempt(self._choose_victim(self.running[0]))
         # Windows move on before the first allocation of the step, so that a sequence gets the
@@ -86,12 +89,14 @@ class Scheduler(SequenceQueues):
             for seq in self.running:
                 self._kv.advance(seq.tables, seq.settled, len(seq.known))
 
+        if self.kept and self.waiting:
+            self._park_for(self.waiting[0])
         only = self._choose_suspect() if self.suspects else None
         if not self.suspects:
             self._preempt_for_first()
             self._admit_before_prompts()
         budget, groups = self._share_rows(only)
-        output = SchedulerOutput(scheduled=[], copies=[], rest=budget)
+        output = SchedulerOutput(scheduled=[], copies=self._copies, rest=budget)
         for rows in groups:
             was_preempted = not next(iter(rows)).tables  # for an earlier group of this step
             if not was_preempted:
@@ -224,12 +229,15 @@ class Scheduler(SequenceQueues):
                 continue
             if num_rows > 1 or not self._kv.has_slot(seq.tables, seq.computed):
                 while (new_copies := self._kv.allocate(seq.tables, seq.computed, num_rows)) is None:
+                    if self.kept:
+                        self.kept.park()
+                        continue
                     victim = self._choose_victim(seq)
                     self._preempt(victim)
                     if victim.group is seq.group:
                         return
                 copies += new_copies
-            can_sample = num_rows == seq.num_uncomputed and not seq.request.pooling
+            can_sample = num_rows == seq.num_uncomputed and seq.request.samples
             scheduled.append(ScheduledSequence(seq, num_rows, can_sample=can_sample))
         output.scheduled.extend(scheduled)
         output.copies.extend(copies)
@@ -293,6 +301,13 @@ class Scheduler(SequenceQueues):
             self._start(seq, hit)
 
     # Admission
+
+    def _park_for(self, seq: Sequence) -> None:
+        """Park kept paths until a waiting sequence fits, if it has a place."""
+        if not self._may_run(seq):
+            return
+        while self.kept and not self._preemption.fits(seq, self._match_prefix(seq), self.running):
+            self.kept.park()
 
     def _admit(self, output: SchedulerOutput, budget: RowBudget) -> None:
         while budget.rows > 0 and budget.chunk_work > 0 and (found := self._find_admissible()):

@@ -32,6 +32,10 @@ class Request:
     adapter: LoadedAdapter | None = None
     pooling: PromptPooling | None = None
     """Set if the prompt is embedded. Its sequence does not sample."""
+    score_from: int | None = None
+    """Set if the prompt is only scored from this token on. Its sequence does not sample, and the
+    last token gets no KV.
+    """
     constraint: Constraint | None = None
     """Grammar or rules for the first token of each output."""
     only_result: bool = False
@@ -51,10 +55,17 @@ class Request:
 
     def __post_init__(self) -> None:
         self.reads_prompt_rows = self.pooling is not None or self.params.prompt_logprobs is not None
+        if self.score_from is not None:
+            self.prompt_logprobs = [None] * self.score_from
 
     @property
     def scope(self) -> Scope:
         return Scope(self.options.cache_salt, self.adapter.scope if self.adapter else None)
+
+    @property
+    def samples(self) -> bool:
+        """Whether its sequences sample; else the request ends with its prompt."""
+        return self.pooling is None and self.score_from is None
 
     @property
     def ended(self) -> bool:
@@ -124,6 +135,8 @@ class Sequence:
     output: Output
     fork_at: int
     """Number of tokens shared with the siblings, which fork off then."""
+    keep: str = ""
+    """Name under which its KV is kept at its end; empty: it is freed."""
     siblings: list["Sequence"] = field(default_factory=list)
     computed: int = 0
     """Tokens that have KV once all launched steps have run."""
@@ -144,6 +157,8 @@ class Sequence:
     num_in_flight: int = 0
     last_op: int = -1
     """Index of the last launch's op that samples the last pending token."""
+    num_unread: int = field(init=False)
+    """Number of last tokens that no step computes: 1 for a scored prompt."""
     is_beam: bool = field(init=False)
     """Whether it samples in the same steps as the other beams of its request."""
     num_logprobs: int = field(init=False)
@@ -151,6 +166,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         params = self.request.params
+        self.num_unread = 0 if self.request.score_from is None else 1
         self.is_beam = params.beam_width is not None
         self.num_logprobs = -1 if params.logprobs is None else params.logprobs
         if params.logprob_token_ids:
@@ -189,12 +205,12 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        return len(self.known) + self.num_pending
+        return len(self.known) + self.num_pending - self.num_unread
 
     @property
     def num_uncomputed(self) -> int:
-        """Number of tokens without KV; 0 only for embedded prompts."""
-        return len(self.known) + self.num_pending - self.computed
+        """Number of tokens without KV; 0 only for embedded and scored prompts."""
+        return len(self.known) + self.num_pending - self.num_unread - self.computed
 
     @property
     def num_until_sample(self) -> int:
@@ -241,6 +257,14 @@ class Sequence:
         """Max tokens from the prefix cache: pooled, scored and sampled rows must be computed."""
         read = self.prompt_rows(self.num_uncomputed) or self.pooled_rows(self.num_uncomputed)
         return read.start if read else self.computed + self.num_until_sample - 1
+
+    @property
+    def has_read_prompt(self) -> bool:
+        """Whether a sequence that does not sample has read all rows that it needs."""
+        pooling = self.request.pooling
+        if pooling is not None:
+            return pooling.vector is not None
+        return self.request.score_from is not None and self.settled >= self.prompt_len - 1
 
     def receive(self, commit: Commit) -> bool:
         """Append new tokens until the output ends; returns whether it ended."""

@@ -89,7 +89,7 @@ def sequence_stats(scheduler: Scheduler, now: float) -> Iterator[SequenceStats]:
 def _running_state(seq: Sequence) -> str:
     if seq.output.finish_reason:
         return "padding"
-    is_decoding = seq.num_uncomputed == 1 and not seq.request.pooling
+    is_decoding = seq.num_uncomputed == 1 and seq.request.samples
     return "decode" if is_decoding else "prefill"
 
 

@@ -117,6 +117,24 @@ class EngineThread:
             # the command that adds them is still in the queue before this one.
             self._commands.put(lambda: self._abort(ids))
 
+    def release(self, names: Iterable[str]) -> None:
+        """Stop keeping the KV of paths, without waiting. Never raises."""
+        self._post_quietly(lambda: self._engine.release(names))
+
+    def release_all(self, prefix: str) -> None:
+        """Stop keeping the KV of all paths whose names begin with `prefix`, without waiting."""
+        self._post_quietly(lambda: self._engine.release_all(prefix))
+
+    def _post_quietly(self, command: Callable[[], None]) -> None:
+        """Queue a command for the next step or call. An engine without a step needs no thread."""
+
+        def unless_closed() -> None:
+            if not self._is_released:
+                command()
+
+        if os.getpid() == self._pid:
+            self._commands.put(unless_closed)
+
     def finish(self, request_id: str) -> None:
         """End a request as a stop string would, without waiting; an unknown id is ignored."""
         self._commands.put(lambda: self._finish(request_id))

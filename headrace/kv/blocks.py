@@ -138,6 +138,10 @@ class BlockPool:
             for block in blocks
         )
 
+    def num_held_by(self, holders: Counter[int]) -> int:
+        """Count the blocks that tables hold, given the number of tables by block."""
+        return len(holders)
+
     def freed_blocks(self, tables: Iterable[Table]) -> Collection[int]:
         """Return the blocks that would be available without these tables."""
         held = Counter(block for table in tables for block in table.held)

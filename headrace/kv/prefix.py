@@ -52,6 +52,10 @@ class Hit(NamedTuple):
     blocks: list[list[int]]
     """Blocks of each group; null outside a window, or with only a host copy."""
     num_tokens: int
+    tail: Sequence[int] = ()
+    """Block of each group with the last tokens of the hit, if these do not fill a block. The
+    sequence copies it before it writes to it.
+    """
 
 
 class PrefixCache:
@@ -83,7 +87,7 @@ class PrefixCache:
         hit = node
 
         for start in range(0, max_tokens - block_size + 1, block_size):
-            child = self._children.get((node, _edge(known, start, block_size)))
+            child = self._children.get((node, edge_of(known, start, block_size)))
             if child is None:
                 break
             has_kv = child.has_kv(with_host)
@@ -105,7 +109,7 @@ class PrefixCache:
 
     def blocks(self, node: Node) -> list[list[int]]:
         """The blocks of each group on the path, null as in `Hit.blocks`."""
-        path = _path(node)
+        path = path_of(node)
         group_blocks = []
         for group, pool in enumerate(self._kv.pools):
             first = pool.first_visible(node.depth * self._kv.block_size)
@@ -121,8 +125,10 @@ class PrefixCache:
         if hit.node is None:
             return
         self._kv.share(tables, hit.blocks)
+        if hit.tail:
+            self._kv.share(tables, [[block] for block in hit.tail])
 
-        path, host = _path(hit.node), self._kv.host
+        path, host = path_of(hit.node), self._kv.host
         to_load: list[tuple[int, int]] = []  # group, index on the path
         for group, (pool, blocks) in enumerate(zip(self._kv.pools, hit.blocks, strict=True)):
             invisible = range(pool.num_sink_blocks, pool.first_visible(hit.num_tokens))
@@ -159,7 +165,7 @@ class PrefixCache:
         block_size = self._kv.block_size
         while (node.depth + 1) * block_size <= computed:
             index = node.depth
-            edge = _edge(known, index * block_size, block_size)
+            edge = edge_of(known, index * block_size, block_size)
             child = self._children.get((node, edge))
             if child is None:
                 child = self._children[node, edge] = Node(node, len(tables))
@@ -220,7 +226,8 @@ class PrefixCache:
                 node.host_blocks[other] = NULL_BLOCK
 
 
-def _path(node: Node) -> list[Node]:
+def path_of(node: Node) -> list[Node]:
+    """Return the nodes from below the root to `node`."""
     path: list[Node] = []
     while node.parent:
         path.append(node)
@@ -228,6 +235,6 @@ def _path(node: Node) -> list[Node]:
     return path[::-1]
 
 
-def _edge(known: Sequence[int], start: int, block_size: int) -> bytes:
+def edge_of(known: Sequence[int], start: int, block_size: int) -> bytes:
     """Token ids as bytes, which are small and fast to compare."""
     return array("i", known[start : start + block_size]).tobytes()

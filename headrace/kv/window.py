@@ -1,5 +1,6 @@
 """The block pool of layers with an attention window."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 
 from headrace.kv.blocks import NULL_BLOCK, BlockPool, Demand, Table
@@ -40,6 +41,9 @@ class WindowPool(BlockPool):
 
     def num_shared(self, blocks: Iterable[int], freed: Collection[int] = ()) -> int:
         return 0
+
+    def num_held_by(self, holders: Counter[int]) -> int:
+        return holders.total()
 
     def freed_blocks(self, tables: Iterable[Table]) -> Collection[int]:
         return range(sum(table.num_held for table in tables))
