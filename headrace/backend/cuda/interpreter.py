@@ -7,7 +7,6 @@ products of bf16 stay wrong: kernels convert to float32 first, and tests enforce
 
 import os
 from dataclasses import replace
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,8 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from triton._utils import validate_block_shape
+
+from headrace.backend.cuda.interpreter_speed import make_fast, remember_types
 
 
 def is_interpreting() -> bool:
@@ -39,10 +39,11 @@ def patch_interpreter() -> None:
         interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
         patch = interpreter._patch_lang_tensor
         interpreter._patch_lang_tensor = lambda tensor, scope: _patch_tensor(patch, tensor, scope)
+        make_fast(interpreter)
         # Patch Triton's language once, not for every kernel and function: a third of the time.
         interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         interpreter._patch_lang = lambda fn: _Unpatched()
-        _make_types_once()
+        remember_types()
 
 
 def interpret() -> None:
@@ -103,68 +104,6 @@ def _dot(
     with np.errstate(invalid="ignore", over="ignore"):
         products = np.matmul(floats_of(a).astype(wide), floats_of(b).astype(wide))
         return TensorHandle((products + d.data.astype(wide)).astype(d.data.dtype), d.dtype.scalar)
-
-
-def _make_types_once() -> None:
-    """Make equal shapes and types of tensors once, not for each value: two fifths of the time."""
-    from triton.runtime import interpreter
-
-    make_np_dtype = interpreter._get_np_dtype
-    np_dtypes: dict[str, Any] = {}
-
-    def np_dtype(kind: Any) -> Any:
-        name = kind.scalar.name
-        if name not in np_dtypes:
-            np_dtypes[name] = make_np_dtype(kind)
-        return np_dtypes[name]
-
-    interpreter._get_np_dtype = np_dtype
-    tl.core.block_type.__init__ = _init_block_type
-    tl.core.tensor.__init__ = _init_tensor
-    tl.core.tuple.__init__ = _init_tuple
-    tl.core.tuple.type = _TupleType()
-
-
-class _Shape:
-    """The shape of a tensor in the forms that Triton asks for."""
-
-    def __init__(self, sizes: tuple[int, ...]) -> None:
-        self.sizes = tl.tuple(list(sizes))
-        self.numbers = tl.tuple([tl.constexpr(size) for size in sizes])
-        self.numel = validate_block_shape(self.sizes)
-        self.num_numbers = tl.constexpr(self.numel)
-
-
-_shape_of = cache(_Shape)
-
-
-def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
-    sizes = tuple([s.value if isinstance(s, tl.constexpr) else s for s in shape])
-    if not sizes:
-        raise TypeError("0d block_type is forbidden")
-    self.element_ty, self.made = element_ty, _shape_of(sizes)
-    self.shape, self.numel = self.made.sizes, self.made.numel
-    self.name = f"<{sizes}, {element_ty.name}>"
-
-
-def _init_tensor(self: Any, handle: Any, type: Any) -> None:
-    made = type.made if type.is_block() else _shape_of(())
-    self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = made.numbers, made.num_numbers
-
-
-def _init_tuple(self: Any, args: Any, type: Any = None) -> None:
-    self.values = list(args)
-    if type is not None:
-        self.type = type if isinstance(type, tl.core.tuple_type) else tl.core.tuple_type(type)
-
-
-class _TupleType:
-    """The type of a tuple, made when asked for."""
-
-    def __get__(self, owner: Any, _: Any) -> Any:
-        owner.__dict__["type"] = kind = tl.core._type_for_tuple_values(owner.values)
-        return kind
 
 
 class _Unpatched:
