@@ -4,9 +4,9 @@ A request asks for a fault by its seed: some function raises for this request at
 processes are real. The time of day jumps by an hour back and forth, which no timeout may notice.
 """
 
-import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from itertools import cycle
@@ -101,7 +101,8 @@ def engine() -> None:
     def end_process(number: int) -> Callable[..., bool]:
         def look(self: Any, scheduled: Any, *_: Any, **__: Any) -> bool:
             if meant({signal.SIGKILL: "death", signal.SIGSTOP: "stop"}[number], 3)(self, scheduled):  # type: ignore[index]
-                os.kill(os.getpid(), number)
+                # To this thread: another thread might be late to stop the process.
+                signal.pthread_kill(threading.get_ident(), number)
             return False
 
         return look
