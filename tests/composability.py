@@ -156,17 +156,20 @@ def pairwise_cases() -> list[Case]:
 
     Each case is chosen greedily: it covers the most pairs that no earlier case covers.
     """
-    everything = [tuple(case) for case in product(*([0, 1] for _ in AXES))]
-
-    def pairs(case: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
-        return {(i, j, case[i], case[j]) for i, j in combinations(range(len(case)), 2)}
-
-    uncovered = set().union(*map(pairs, everything))
+    everything = list(product(*([0, 1] for _ in AXES)))
+    axes = list(combinations(range(len(AXES)), 2))
+    pairs = [
+        sum(1 << 4 * k + 2 * case[i] + case[j] for k, (i, j) in enumerate(axes))
+        for case in everything
+    ]
+    uncovered = (1 << 4 * len(axes)) - 1
     cases: list[Case] = []
     while uncovered:
-        best = max(everything, key=lambda case: len(pairs(case) & uncovered))
-        uncovered -= pairs(best)
-        cases.append(tuple(axis[choice] for axis, choice in zip(AXES, best, strict=True)))
+        best = max(range(len(everything)), key=lambda at: (pairs[at] & uncovered).bit_count())
+        uncovered &= ~pairs[best]
+        cases.append(
+            tuple(axis[choice] for axis, choice in zip(AXES, everything[best], strict=True))
+        )
     return cases
 
 
