@@ -23,7 +23,7 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
 export HEADRACE_ISAS ?= native
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help run test test-api test-arm test-agents test-clients test-vllm-http test-dashboard test-cuda test-page test-ray test-tokenizers test-triton soak soak-server soak-route soak-ranks soak-loads cli fuzz gguf sanitize mutate lint format \
+.PHONY: help run test test-api test-arm test-agents test-clients test-vllm-http test-dashboard test-cuda test-page test-ray test-tokenizers test-triton soak soak-kv soak-server soak-route soak-ranks soak-loads cli fuzz gguf sanitize mutate lint format \
 	bench bench-cuda cuda-bundle micro docs wheel clean
 
 help:
@@ -41,6 +41,7 @@ help:
 	@echo 'make test-tokenizers the token ids of each kind of tokenizer against those of transformers and sentencepiece, on TEXTS=$(TEXTS) texts (QWEN=FILE, MINILM=FOLDER)'
 	@echo 'make test-triton the long form of the tests of the GPU backend, without a GPU, and all of its kernels compiled for an H100'
 	@echo 'make soak    2,000 rounds of interrupts, closes, forks, failures'
+	@echo 'make soak-kv 2,000 processes that are killed while they write a folder of KV, and 2,000 engines'
 	@echo 'make soak-route two workers that die, each with nginx before it; `make soak-ranks`: 2,000 requests to experts on ranks'
 	@echo 'make soak-loads 20 starts of the server whose load takes 90 s, ten side by side: four minutes'
 	@echo 'make soak-server the server under load and faults, in an hour; `python benchmarks/soak SCENARIO`: one of them'
@@ -113,6 +114,9 @@ TRY_PYTHONS ?=0
 soak: export MALLOC_ARENA_MAX = 1
 soak: .venv/.test
 	$(BIN)/python -m pytest -p no:logging tests/soak
+
+soak-kv: .venv/.test
+	$(BIN)/python -m tests.kv.kills "$$(mktemp -d)" 2000
 
 soak-server: .venv/.test
 	$(BIN)/python benchmarks/soak

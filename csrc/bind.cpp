@@ -175,6 +175,17 @@ void check_slot(int slot, const KvCache& cache) {
   require(slot >= 0 && slot / kKvTile < cache.num_blocks(), "a slot lies outside the KV cache");
 }
 
+using BlockBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+const KvCache& cache_of(const Plan& plan, int group, int block, size_t nbytes) {
+  require(group >= 0 && group < static_cast<int>(plan.kv_groups().size()),
+          "there is no such group of layers");
+  const KvCache& cache = plan.kv(group);
+  require(block >= 0 && block < cache.num_blocks(), "a block lies outside the KV cache");
+  require(nbytes == cache.block_bytes(), "the bytes are not those of a block");
+  return cache;
+}
+
 void check_kv(const Step& s, const KvRows& kv, const KvCache& cache) {
   for (int b = 0; b < s.num_seqs; b++) {
     const int blocks =
@@ -520,6 +531,34 @@ void bind_plan(nb::module_& m) {
                for (const int block : moved) cache.find_bounds(block);
              });
            })
+      .def(
+          "read_block",
+          [](const Plan& p, int group, int block, const BlockBytes& to) {
+            const KvCache& cache = cache_of(p, group, block, to.size());
+            uint8_t* const data = to.data();
+            nb::gil_scoped_release release;
+            cache.copy_out(block, data);
+          },
+          nb::arg("group"), nb::arg("block"), nb::arg("to"),
+          "Copy the KV of a block out. Another thread may do so during a run that leaves the block "
+          "alone.")
+      .def(
+          "write_block",
+          [](Plan& p, int group, int block, const Array<uint8_t>& from) {
+            const KvCache& cache = cache_of(p, group, block, from.size());
+            const uint8_t* const data = from.data();
+            unlocked(p, [&](Plan&) { cache.copy_in(block, data); });
+          },
+          nb::arg("group"), nb::arg("block"), nb::arg("source"),
+          "Fill a block with KV that `read_block` copied from a block of the same form.")
+      .def(
+          "block_bytes",
+          [](const Plan& p) {
+            std::vector<size_t> bytes;
+            for (const KvGroup& group : p.kv_groups()) bytes.push_back(group.cache.block_bytes());
+            return bytes;
+          },
+          "Bytes that `read_block` copies, for each group.")
       .def("set_profiling", [](Plan& p, bool on) { available(p).set_profiling(on); })
       .def("profile",
            [](const Plan& p) {

@@ -253,6 +253,20 @@ void KvCache::move(int source, int target) const {
                  record(layer, head, source / kKvTile), source % kKvTile, shape_);
 }
 
+void KvCache::copy_out(int block, uint8_t* to) const {
+  for (int layer = 0; layer < layers_; layer++)
+    for (int head = 0; head < heads_; head++, to += shape_.bytes())
+      std::memcpy(to, record(layer, head, block), shape_.bytes());
+}
+
+void KvCache::copy_in(int block, const uint8_t* from) const {
+  use(block * kKvTile);
+  for (int layer = 0; layer < layers_; layer++)
+    for (int head = 0; head < heads_; head++, from += shape_.bytes())
+      std::memcpy(record(layer, head, block), from, shape_.bytes());
+  if (has_bounds()) find_bounds(block);
+}
+
 void KvCache::find_bounds(int block) const {
   for (int layer = 0; layer < layers_; layer++)
     for (int head = 0; head < heads_; head++)

@@ -45,6 +45,11 @@ class KvCache {
                                        place(layer, head, block) * shape_.bound_bytes());
   }
   void move(int source, int target) const;
+  // Bytes of the records of a block, of all layers and heads one after another.
+  size_t block_bytes() const { return static_cast<size_t>(layers_) * heads_ * shape_.bytes(); }
+  void copy_out(int block, uint8_t* to) const;
+  // Fills a block with such bytes, and computes its bounds.
+  void copy_in(int block, const uint8_t* from) const;
   // Computes the bounds of a block again, in all layers and heads.
   void find_bounds(int block) const;
   // From now on some pages are resident before their blocks are used.

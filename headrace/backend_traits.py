@@ -28,6 +28,8 @@ class BackendTraits:
     """Whether `draft_format` packs the matrices of drafters."""
     shares_tensors: bool = False
     """Whether programs with KV of their own share packed tensors (`Executable.attach`)."""
+    gives_kv_blocks: bool = False
+    """Whether KV blocks can be copied to files and back (`EngineConfig.kv_cache_dir`)."""
     has_ranks: bool = False
     """Whether several processes can share a model."""
     max_num_seqs: int = 64
@@ -47,6 +49,7 @@ BACKENDS: Mapping[str, BackendTraits] = MappingProxyType(
             has_top_blocks=True,
             packs_drafters=True,
             shares_tensors=True,
+            gives_kv_blocks=True,
             has_ranks=True,
         ),
         "cuda": BackendTraits(

@@ -98,6 +98,14 @@ class EngineConfig:
     offloading. Blocks are loaded again if that is faster than recomputing them. A CPU
     ignores the option.
     """
+    kv_cache_dir: str = ""
+    """Folder that keeps the blocks of the prefix cache for later runs of the same model; empty:
+    none. A reader of the folder can read the prompts. `cpu` with one process only.
+    """
+    kv_cache_dir_bytes: int = 10 << 30
+    """Maximum bytes of `kv_cache_dir`, for all models together. The least recently used blocks are
+    deleted first.
+    """
     prefix_cache: bool = True
     """Whether requests with equal prompt prefixes share KV, during and after their runs."""
     max_model_len: int = 0

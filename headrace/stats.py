@@ -152,6 +152,14 @@ class Stats(NamedTuple):
     """KV blocks copied back from host memory."""
     kv_host_bytes: int = 0
     """Bytes of host memory in use for offloaded KV."""
+    disk_saved_blocks: int = 0
+    """KV blocks written to `kv_cache_dir`."""
+    disk_loaded_blocks: int = 0
+    """KV blocks read from `kv_cache_dir`."""
+    disk_dropped_blocks: int = 0
+    """KV blocks that `kv_cache_dir` missed: they left memory before the disk took them."""
+    kv_disk_bytes: int = 0
+    """Bytes of `kv_cache_dir`, for all models and processes."""
     grammar_bytes: int = 0
     """Estimated bytes of the grammar states of all structured outputs in the engine."""
     forced: int = 0

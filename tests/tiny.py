@@ -4,15 +4,20 @@ import codecs
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from headrace.backend import Executable, compile_program
+from headrace.backend import Executable, KvBlockHost, compile_program
+from headrace.checkpoint.adapter_digest import adapter_digest
 from headrace.checkpoint.tokenizer import Vocabulary
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.errors import RequestError
+from headrace.kv.disk import DiskTier
+from headrace.kv.folder import KvFolder
 from headrace.loader.activation_sparsity import sparse_program
 from headrace.loader.early_exit import with_early_exit
 from headrace.model import tensor_shapes, trace_model
@@ -221,12 +226,13 @@ def tiny_engine(
     late: bool = False,
     vocabulary: TinyVocabulary | None = None,
     compile: Compile = compile_program,
+    folder: Path | None = None,
     **config: Any,
 ) -> Engine:
     """Return an engine over the model, whose pools have at least `slots` slots per KV group.
 
     `release_outside_window` releases KV outside an attention window. `compile` makes the
-    executable, if there is none.
+    executable, if there is none. `folder` keeps the KV of this very model and program.
     """
     spec, tensors = model
     name = proposer if isinstance(proposer, str) else "off"
@@ -254,10 +260,18 @@ def tiny_engine(
     executable = executable or compile(
         backend, program, tensors, kv, options.threads, options.activations
     )
+    disk = None
+    if folder:
+        assert isinstance(executable, KvBlockHost)
+        identity = blake2b(repr((program, kv.dtype)).encode(), digest_size=16).digest()
+        files = KvFolder(folder, identity, {"model": spec.name}, 1 << 30)
+        disk = DiskTier(files, executable.kv_blocks(), block_size, adapter_digest, lambda: 0.0)
     if late:
         executable = LateExecutable(executable)
     vocabulary = vocabulary or TinyVocabulary(spec.vocab_size, eos_ids)
-    return Engine(executable, vocabulary, limits, options, own or make_proposers(options))
+    return Engine(
+        executable, vocabulary, limits, options, own or make_proposers(options), disk=disk
+    )
 
 
 def run_all(

@@ -38,6 +38,19 @@ class HostBlocks(Protocol):
         """Copy a block back, into any block of its group."""
 
 
+class KvBlocks(Protocol):
+    """The stored bytes of KV blocks, which another executable of the same program can take."""
+
+    block_bytes: tuple[int, ...]
+    """Bytes of a block of each KV group."""
+
+    def read(self, group: int, block: int, to: NDArray[np.uint8]) -> None:
+        """Copy a block out. Another thread may do so during a step that leaves the block alone."""
+
+    def write(self, group: int, block: int, source: NDArray[np.uint8]) -> None:
+        """Fill a block between two steps."""
+
+
 class Executable(Protocol):
     """A compiled program with its weights and KV. Calls take effect in order."""
 
@@ -94,6 +107,14 @@ class Executable(Protocol):
 
     def close(self) -> None:
         """Free the memory. The executable must not be used afterwards."""
+
+
+@runtime_checkable
+class KvBlockHost(Protocol):
+    """An executable that gives out its KV blocks as bytes."""
+
+    def kv_blocks(self) -> KvBlocks:
+        """Its blocks, until it is closed."""
 
 
 class DeviceDrafter(Protocol):

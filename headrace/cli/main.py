@@ -23,6 +23,7 @@ COMMANDS = {
     "batch": "run the requests of a file",
     "pull": "download a model",
     "rm": "remove a downloaded model",
+    "cache": "list or delete the KV that a folder keeps",
     "ls": "list the downloaded models and the aliases",
     "show": "show the shape, the memory and the maximum speed of a model",
     "plan": "predict memory, time and cost of a model on any machine",

@@ -51,6 +51,8 @@ _ENGINE_OPTIONS = (
     "max_num_seqs",
     "kv_blocks",
     "kv_offload_bytes",
+    "kv_cache_dir",
+    "kv_cache_dir_bytes",
     "chunked_prefill_size",
     "queue_timeout",
     "priority_scheduling_preemption_threshold",
@@ -122,6 +124,10 @@ def _add_memory(group: Arguments) -> None:
     }
     for name, text in texts.items():
         _add_engine_option(group, name, "N", int, text)
+    text = "folder that keeps the KV of prompts and outputs for later runs (docs/use/kv_cache.md)"
+    _add_engine_option(group, "kv_cache_dir", "FOLDER", str, text)
+    text = "maximum bytes of the folder, for all models together"
+    _add_engine_option(group, "kv_cache_dir_bytes", "N", int, text)
 
 
 def _add_speculation(group: Arguments) -> None:

@@ -179,6 +179,12 @@ def _figures(record: Record, width: int, uses: Mapping[str, StepUse]) -> Table:
             f"{stats.kv_host_bytes / 1e6:,.0f} MB of KV"
         )
         grid.add_row("host memory", "", "", text)
+    if stats.kv_disk_bytes:
+        text = (
+            f"{stats.disk_saved_blocks:,} blocks written, {stats.disk_loaded_blocks:,} read; "
+            f"{stats.kv_disk_bytes / 1e6:,.0f} MB in the folder"
+        )
+        grid.add_row("KV on disk", "", "", text)
     if stats.adapter_bytes:
         grid.add_row("adapters", "", "", f"{stats.adapter_bytes / 1e6:,.1f} MB")
     if stats.grammar_bytes:

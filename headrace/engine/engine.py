@@ -10,7 +10,7 @@ from math import inf
 from time import perf_counter
 from traceback import clear_frames
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.acceptors import Acceptor
 from headrace.acceptors.beam import BeamSearch
@@ -59,6 +59,9 @@ from headrace.speculation.manager import SpeculationManager
 from headrace.stats import NO_LEARNING, BlockMap, Stats
 from headrace.validation import token_ids
 
+if TYPE_CHECKING:
+    from headrace.kv.disk import DiskTier
+
 SCHEDULERS: dict[str, type[Scheduler]] = {"inflight": Scheduler, "static": StaticScheduler}
 
 NO_PROPOSERS: Mapping[str, Proposer] = MappingProxyType({})
@@ -100,11 +103,12 @@ class Engine:
         mode_price: str = "",
         losses: str = "",
         learner: DraftLearner[Any] | None = None,
+        disk: "DiskTier | None" = None,
     ) -> None:
         """`clock` gives seconds; `publishes`: whether `headrace top` may watch the engine; `path`:
         that of the model's files, for `headrace top`; `losses`: descriptions of what is lossy, by
         default the configuration's options; `mode_price`: their price; `learner`: trains a
-        proposer.
+        proposer; `disk`: keeps KV for later runs.
         """
         self.name = name
         self.path = path
@@ -116,7 +120,11 @@ class Engine:
         self._clock = clock
 
         self._kv = KvManager(
-            limits.kv_groups, limits.kv, config.max_rows, _host_tier(executable, limits, config)
+            limits.kv_groups,
+            limits.kv,
+            config.max_rows,
+            _host_tier(executable, limits, config),
+            disk,
         )
         self._speculation = SpeculationManager(proposers, config, limits.vocab_size, clock)
         self.learner = learner
@@ -316,6 +324,8 @@ class Engine:
         """Load an adapter of the model's own weights. Raises RequestError if the name is taken."""
         self._check_open()
         self._adapters.load(name, adapter)
+        if self._kv.disk and (loaded := self._adapters.find(name)):
+            self._kv.disk.add_adapter(loaded.scope, adapter)
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter; unfinished requests keep it. Raises RequestError if it is not
@@ -372,7 +382,7 @@ class Engine:
     def _record_step(self, step: InFlightStep, started: float, num_tokens: int) -> None:
         now, num_launches = self._clock(), len(step.tickets)
         self._scheduler.step_timer.record((now - started) / num_launches)
-        self._kv.host.record(step.num_rows, (now - step.started) / num_launches)
+        self._kv.record(step.num_rows, (now - step.started) / num_launches)
         self._meter.record(
             started,
             now,
@@ -458,7 +468,7 @@ class Engine:
         return max((1 - pool.num_free / pool.num_blocks for pool in self._kv.pools), default=0.0)
 
     def stats(self) -> Stats:
-        meter, loop, scheduler = self._meter, self._loop, self._scheduler
+        meter, loop, scheduler, disk = self._meter, self._loop, self._scheduler, self._kv.disk
         rates = meter.rates(self._clock())
         return Stats(
             running=len(scheduler.running),
@@ -487,6 +497,10 @@ class Engine:
             offloaded_blocks=self._kv.host.num_saved,
             restored_blocks=self._kv.host.num_loaded,
             kv_host_bytes=self._kv.host.num_bytes,
+            disk_saved_blocks=disk.num_saved if disk else 0,
+            disk_loaded_blocks=disk.num_loaded if disk else 0,
+            disk_dropped_blocks=disk.num_dropped if disk else 0,
+            kv_disk_bytes=disk.num_bytes if disk else 0,
             grammar_bytes=snapshot.grammar_bytes(self._requests.values()),
             finished=meter.finished,
             aborted=meter.aborted,
@@ -660,7 +674,7 @@ class Engine:
         if self.learner:
             self.learner.close()
         self._speculation.close()
-        self._kv.host.close()
+        self._kv.close()
         self._loop.executable.close()
 
     def _check_open(self) -> None:

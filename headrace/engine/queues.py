@@ -158,12 +158,12 @@ class SequenceQueues:
     def _start(self, seq: Sequence, hit: Hit) -> None:
         self._enter(self.running, seq)
         seq.num_held_up = 0
-        seq.node = hit.node
-        seq.computed = seq.settled = hit.num_tokens
         seq.num_admitted = len(seq.known)
         seq.tables = self._kv.new_tables()
-        if self._cache is not None:
-            self._cache.share(hit, seq.tables)
+        while self._cache is not None and not self._cache.share(hit, seq.tables):
+            hit = self._match_prefix(seq)
+        seq.node = hit.node
+        seq.computed = seq.settled = hit.num_tokens
         self._copies += self._kv.allocate(seq.tables, seq.computed, seq.num_uncomputed) or ()
 
         request = seq.request

@@ -110,6 +110,9 @@ class HostTier:
     def queue_load(self, group: int, host_block: int, block: int) -> None:
         self._queue.append(QueuedLoad(group, host_block, block))
 
+    def is_loading(self, group: int, block: int) -> bool:
+        return any((load.group, load.block) == (group, block) for load in self._queue)
+
     def run_loads(self) -> None:
         """Issue the queued loads, before the next launch."""
         if not self._queue:

@@ -78,10 +78,12 @@ class KeptPaths:
         return best
 
     def _is_held(self, blocks: Sequence[int]) -> bool:
-        """Whether tables hold all blocks, so that a sequence which shares them must copy them."""
+        """Whether tables hold all blocks, so that a sequence which shares them must copy them, and
+        all have their content: loads of a step come after its copies.
+        """
         return all(
-            block != NULL_BLOCK and pool.references[block]
-            for pool, block in zip(self._kv.pools, blocks, strict=True)
+            block != NULL_BLOCK and pool.references[block] and not self._kv.is_loading(group, block)
+            for group, (pool, block) in enumerate(zip(self._kv.pools, blocks, strict=True))
         )
 
     def _below(self, node: Node, but: KeptPath | None = None) -> Iterable[Tail]:

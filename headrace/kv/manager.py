@@ -3,13 +3,16 @@ none.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.config import KvConfig
 from headrace.kv.blocks import NO_CHANGE, Allocation, BlockPool, Demand, Table
 from headrace.kv.host import HostTier
 from headrace.kv.window import WindowPool
 from headrace.program.kv import KvGroup
+
+if TYPE_CHECKING:  # a start without a disk tier needs neither threads nor hashes
+    from headrace.kv.disk import DiskTier
 
 Tables = tuple[Table, ...]
 
@@ -24,12 +27,18 @@ class Copy(NamedTuple):
 
 class KvManager:
     def __init__(
-        self, groups: Sequence[KvGroup], kv: KvConfig, max_rows: int, host: HostTier | None = None
+        self,
+        groups: Sequence[KvGroup],
+        kv: KvConfig,
+        max_rows: int,
+        host: HostTier | None = None,
+        disk: "DiskTier | None" = None,
     ) -> None:
         """`max_rows` limits the slots of one allocation."""
         self.block_size = kv.block_size
         self.max_rows = max_rows
         self.host = host or HostTier()
+        self.disk = disk
         self._groups = list(zip(groups, kv.num_blocks, strict=True))
         self.reset()
 
@@ -51,6 +60,32 @@ class KvManager:
             (group, pool) for group, pool in enumerate(self.pools) if isinstance(pool, WindowPool)
         ]
         self.host.reset()
+        if self.disk:
+            self.disk.reset()
+
+    def record(self, rows: int, seconds: float) -> None:
+        """Note the time of a step: the tiers compare it with the time to load blocks."""
+        self.host.record(rows, seconds)
+        if self.disk:
+            self.disk.record(rows, seconds)
+
+    def run_loads(self) -> None:
+        """Issue the queued loads of all tiers, before the next launch."""
+        self.host.run_loads()
+        if self.disk:
+            self.disk.run_loads()
+
+    def is_loading(self, group: int, block: int) -> bool:
+        """Whether a queued load will fill a block."""
+        return self.host.is_loading(group, block) or bool(
+            self.disk and self.disk.is_loading(group, block)
+        )
+
+    def close(self) -> None:
+        """Close the tiers, before the memory of the blocks is freed."""
+        if self.disk:
+            self.disk.close()
+        self.host.close()
 
     # Tables
 

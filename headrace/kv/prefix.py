@@ -7,11 +7,15 @@ from array import array
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from math import inf
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
 from headrace.kv.blocks import NULL_BLOCK, Table
 from headrace.kv.manager import KvManager, Tables
+
+if TYPE_CHECKING:
+    from headrace.kv.disk import StoredBlock
+    from headrace.kv.folder import Bytes
 
 
 class Scope(NamedTuple):
@@ -29,10 +33,16 @@ class Node:
     whole path, or the window and the sinks.
     """
 
-    __slots__ = ("__weakref__", "blocks", "depth", "host_blocks", "parent")
+    __slots__ = ("__weakref__", "blocks", "depth", "edge", "host_blocks", "key", "parent")
 
-    def __init__(self, parent: "Node | None", num_groups: int) -> None:
+    def __init__(
+        self, parent: "Node | None", num_groups: int, edge: bytes = b"", key: bytes = b""
+    ) -> None:
         self.parent = parent
+        self.edge = edge
+        """The token ids of the stretch."""
+        self.key = key
+        """Hash of the scope and of all tokens, for the disk tier; empty without one."""
         self.blocks = [NULL_BLOCK] * num_groups
         """Block of each group; `NULL_BLOCK` if evicted."""
         self.host_blocks = [NULL_BLOCK] * num_groups
@@ -78,19 +88,25 @@ class PrefixCache:
 
     def match(self, scope: Hashable, known: Sequence[int], max_tokens: int) -> Node:
         """The last node of the longest hit within `max_tokens` tokens, or the root of the scope."""
-        node = self._roots.get(scope)
-        if node is None:
-            node = self._roots[scope] = Node(None, len(self._nodes))
+        node = self._root(scope)
         block_size, pools = self._kv.block_size, self._kv.pools
         with_host = self._kv.host.is_faster
+        disk = self._kv.disk if self._kv.disk and self._kv.disk.is_faster else None
         num_without_gap = [0] * len(pools)  # blocks at the end of the path, for each group
         hit = node
 
         for start in range(0, max_tokens - block_size + 1, block_size):
-            child = self._children.get((node, edge_of(known, start, block_size)))
+            edge = edge_of(known, start, block_size)
+            child = self._children.get((node, edge))
+            if child is None and disk:
+                child = self._new_child(node, edge)
             if child is None:
                 break
             has_kv = child.has_kv(with_host)
+            if disk and not all(has_kv):
+                has_kv = [has or disk.has(child.key, group) for group, has in enumerate(has_kv)]
+                if not any(has_kv):
+                    break
             # All later rows see the sinks, so no longer hit exists after a gap there.
             if any(
                 child.depth <= pool.num_sink_blocks and not has
@@ -120,14 +136,14 @@ class PrefixCache:
             group_blocks.append(blocks)
         return group_blocks
 
-    def share(self, hit: Hit, tables: Tables) -> None:
-        """Fill empty tables with the blocks of a hit, and queue loads of host copies."""
-        if hit.node is None:
-            return
-        self._kv.share(tables, hit.blocks)
-        if hit.tail:
-            self._kv.share(tables, [[block] for block in hit.tail])
+    def share(self, hit: Hit, tables: Tables) -> bool:
+        """Fill empty tables with the blocks of a hit, and queue loads of copies.
 
+        Returns False, and changes no table, if a block of the hit cannot be read from the disk. The
+        next match finds a shorter hit.
+        """
+        if hit.node is None:
+            return True
         path, host = path_of(hit.node), self._kv.host
         to_load: list[tuple[int, int]] = []  # group, index on the path
         for group, (pool, blocks) in enumerate(zip(self._kv.pools, hit.blocks, strict=True)):
@@ -138,15 +154,44 @@ class PrefixCache:
                 if block == NULL_BLOCK and i not in invisible
             ]
 
+        contents = self._read(path, to_load)
+        if contents is None:
+            return False
+        self._kv.share(tables, hit.blocks)
+        if hit.tail:
+            self._kv.share(tables, [[block] for block in hit.tail])
+
         # Pin all copies first, as allocating a block may evict others to the host. The last block
         # of the path is pinned first, so it becomes the least recently used.
         for group, i in reversed(to_load):
-            host.pin(group, path[i].host_blocks[group])
+            if (group, i) not in contents:
+                host.pin(group, path[i].host_blocks[group])
         for group, i in to_load:
             node, pool = path[i], self._kv.pools[group]
             block = pool.fill_null(tables[group], i)
-            host.queue_load(group, node.host_blocks[group], block)
+            if (group, i) not in contents:
+                host.queue_load(group, node.host_blocks[group], block)
+            elif self._kv.disk:
+                self._kv.disk.queue_load(group, block, contents[group, i])
             self._set_block(node, group, block)
+        return True
+
+    def _read(
+        self, path: Sequence[Node], to_load: Sequence[tuple[int, int]]
+    ) -> "dict[tuple[int, int], Bytes] | None":
+        """The contents of those blocks of a path, by group and index, that have no host copy.
+
+        None if one cannot be read.
+        """
+        disk = self._kv.disk
+        if disk is None or not path:
+            return {}
+        disk.use([node.key for node in path])
+        places = [(g, i) for g, i in to_load if path[i].host_blocks[g] == NULL_BLOCK]
+        if not places:
+            return {}
+        contents = disk.read([_stored(path[i], group).label for group, i in places])
+        return None if contents is None else dict(zip(places, contents, strict=True))
 
     def insert(
         self,
@@ -166,9 +211,7 @@ class PrefixCache:
         while (node.depth + 1) * block_size <= computed:
             index = node.depth
             edge = edge_of(known, index * block_size, block_size)
-            child = self._children.get((node, edge))
-            if child is None:
-                child = self._children[node, edge] = Node(node, len(tables))
+            child = self._children.get((node, edge)) or self._new_child(node, edge)
             for group, table in enumerate(tables):
                 self._merge(child, group, table, index, replace)
             node = child
@@ -180,8 +223,25 @@ class PrefixCache:
             return
         if node_block == NULL_BLOCK:
             self._set_block(node, group, table_block)
+            if self._kv.disk:
+                self._kv.disk.save(group, table_block, _stored(node, group))
         elif replace:
             self._kv.pools[group].replace(table, index, node_block)
+
+    def _root(self, scope: Hashable) -> Node:
+        node = self._roots.get(scope)
+        if node is None:
+            key = b""
+            if self._kv.disk:
+                assert isinstance(scope, Scope), "only the KV of a model goes to the disk"
+                key = self._kv.disk.root_key(scope.salt, scope.adapter)
+            node = self._roots[scope] = Node(None, len(self._nodes), key=key)
+        return node
+
+    def _new_child(self, node: Node, edge: bytes) -> Node:
+        key = self._kv.disk.next_key(node.key, edge) if self._kv.disk else b""
+        child = self._children[node, edge] = Node(node, len(self._nodes), edge, key)
+        return child
 
     def _set_block(self, node: Node, group: int, block: int) -> None:
         node.blocks[group] = block
@@ -189,7 +249,9 @@ class PrefixCache:
         self._kv.pools[group].cache(block, self._on_evict[group])
 
     def _evicted(self, group: int, block: int) -> None:
-        """Save a block to the host before it is overwritten."""
+        """Save a block to the host and to the disk before it is overwritten."""
+        if self._kv.disk:
+            self._kv.disk.release(group, block)
         node, host = self._nodes[group].pop(block), self._kv.host
         node.blocks[group] = NULL_BLOCK
         host_block = node.host_blocks[group]
@@ -217,6 +279,8 @@ class PrefixCache:
         for other, pool in enumerate(pools):
             block, host_block = node.blocks[other], node.host_blocks[other]
             if block != NULL_BLOCK:
+                if self._kv.disk:
+                    self._kv.disk.release(other, block)
                 pool.uncache(block)
                 del self._nodes[other][block]
                 node.blocks[other] = NULL_BLOCK
@@ -224,6 +288,15 @@ class PrefixCache:
                 self._kv.host.free(other, host_block)
                 del self._host_nodes[other][host_block]
                 node.host_blocks[other] = NULL_BLOCK
+
+
+def _stored(node: Node, group: int) -> "StoredBlock":
+    from headrace.kv.disk import StoredBlock
+    from headrace.kv.folder import BlockLabel
+
+    assert node.parent, "a root has no block"
+    label = BlockLabel(node.key, node.parent.key, group, node.edge)
+    return StoredBlock(label, node.parent.depth)
 
 
 def path_of(node: Node) -> list[Node]:

@@ -89,9 +89,9 @@ def batch_of_runs(runs: Sequence[TokenRun], block_size: int, *, logits: bool) ->
 
 
 def prepare_blocks(executable: Executable, kv: KvManager, copies: Sequence[Copy]) -> None:
-    """Make the block copies of a step, then load its host blocks."""
+    """Make the block copies of a step, then load its blocks from the host or the disk."""
     move_slots(executable, kv.slot_copies(copies))
-    kv.host.run_loads()
+    kv.run_loads()
 
 
 def move_slots(executable: Executable, moves: Sequence[Copy]) -> None:

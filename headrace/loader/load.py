@@ -27,6 +27,7 @@ from headrace.loader.drafts import (
     unused_layers,
 )
 from headrace.loader.early_exit import check_early_exit, with_exit_map
+from headrace.loader.kv_cache_dir import check_kv_cache_dir, open_disk_tier
 from headrace.loader.kv_size import Memory
 from headrace.loader.memory import default_logit_rows, draft_rows, fit_memory, step_rows
 from headrace.loader.mode_price import losses, mode_price
@@ -147,6 +148,7 @@ def load_engine(
         _log.warning(note)
     config = with_backend(config, checkpoint, drafts)
     drafts.check_ranks(config)
+    check_kv_cache_dir(config)
     learning = None
     if config.learn_drafts:
         from headrace.loader.learn_drafts import open_learning
@@ -161,12 +163,10 @@ def load_engine(
     program = target_program(config, checkpoint, taps, final=recorder is not None)
     kv, draft_kv, memory = fit_memory(config, checkpoint, program, drafts, spec.context)
 
-    if config.traits.on_gpu:
-        _use_kept_kernels()
+    _use_kept_kernels(config)
     mesh = mesh_of(config)
     threads = threads_per_rank(config, mesh)
-    weights = f"{program.weight_bytes / 1e6:,.0f} MB of weights"
-    _log.info("packing %s for %s", weights, config.backend)
+    _log.info("packing %d MB of weights for %s", program.weight_bytes / 1e6, config.backend)
     if note := whole_matrices(config, program, checkpoint.tensors):
         _log.warning(note)
     if mesh.ranks > 1:
@@ -214,6 +214,7 @@ def load_engine(
         losses=losses(config, checkpoint),
         mode_price=mode_price(model, config, checkpoint, load_tokenizer),
         learner=learner,
+        disk=open_disk_tier(model, config, checkpoint, executable, kv),
     )
 
 
@@ -230,8 +231,10 @@ def _limits(spec: ModelSpec, program: Program, kv: KvConfig, memory: Memory) -> 
     )
 
 
-def _use_kept_kernels() -> None:
-    """Keep compiled kernels with the models, in one folder that a container can keep."""
+def _use_kept_kernels(config: EngineConfig) -> None:
+    """Keep compiled kernels of a GPU with the models, in one folder that a container can keep."""
+    if not config.traits.on_gpu:
+        return
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "kernels"))
     from headrace.backend.cuda.tile_table import load_tiles
 

@@ -32,6 +32,7 @@ _INTEGERS = {  # option: (min, max)
     "pipeline_parallel_size": (1, 1024),
     "kv_blocks": (0, MAX_BLOCKS),
     "kv_offload_bytes": (0, 2**48),
+    "kv_cache_dir_bytes": (1 << 20, 2**56),
     "max_model_len": (0, 2**26),
     "yarn_orig_ctx": (0, 2**26),
     "attention_window": (0, 2**26),
@@ -91,6 +92,7 @@ _TEXTS = (
     "draft_sparsity",
     "draft_weights",
     "early_exit",
+    "kv_cache_dir",
     "learn_drafts",
     "medusa_heads",
 )

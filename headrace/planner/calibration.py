@@ -1,14 +1,12 @@
 """Stored calibrations: the speed of kernels and the memory of a process on this machine."""
 
 import json
-import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from headrace.planner import hardware
+from headrace.planner import hardware, host
 from headrace.planner.memory import ProcessMemory
 from headrace.planner.reach import Reach, Reaches, parse_reaches
 from headrace.record import frozen
@@ -77,14 +75,7 @@ def _reach_facts(reach: Reach) -> dict[str, float]:
 
 
 def _key(threads: int) -> str:
-    return f"{hardware.processor_key(threads)} / kernels {_kernels():08x}"
-
-
-def _kernels() -> int:
-    """Checksum of the native module: another build may have other speeds."""
-    from headrace import _native
-
-    return zlib.crc32(Path(_native.__file__).read_bytes())
+    return f"{hardware.processor_key(threads)} / kernels {host.kernels_checksum():08x}"
 
 
 def _load() -> dict[str, object]:

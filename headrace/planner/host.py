@@ -19,6 +19,15 @@ def cpu_name(root: Path = Path("/")) -> str:
     return platform.processor() or platform.machine()
 
 
+def kernels_checksum() -> int:
+    """Checksum of the native module: another build may have other speeds, and round otherwise."""
+    import zlib
+
+    from headrace import _native
+
+    return zlib.crc32(Path(_native.__file__).read_bytes())
+
+
 def usable_processors() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))

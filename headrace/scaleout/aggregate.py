@@ -27,13 +27,14 @@ _COUNTERS = (
     "cached_tokens",
     "offloaded_blocks",
     "restored_blocks",
+    *("disk_saved_blocks", "disk_loaded_blocks", "disk_dropped_blocks"),
     "finished",
     "aborted",
     "refused",
     *("learning.tokens", "learning.swaps", "learning.rollbacks"),
     *(f"{kind}.{field}" for kind in STEP_KINDS for field in StepTotals._fields),
 )
-_MAXIMA = ("step_seconds",)
+_MAXIMA = ("step_seconds", "kv_disk_bytes")
 _KV_SHARES = ("occupancy", "waste")
 
 

@@ -56,6 +56,9 @@ _GAUGES = {
     "kv_host_bytes": _Name(
         "headrace_kv_host_bytes", (), "Bytes of host memory in use for offloaded KV."
     ),
+    "kv_disk_bytes": _Name(
+        "headrace_kv_disk_bytes", (), "Bytes of kv_cache_dir, for all models and processes."
+    ),
     "grammar_bytes": _Name(
         "headrace_grammar_bytes", (), "Estimated bytes of grammar states of structured outputs."
     ),
@@ -98,6 +101,17 @@ _COUNTERS = {
     ),
     "restored_blocks": _Name(
         "headrace_kv_blocks_restored", (), "KV blocks copied back from host memory."
+    ),
+    "disk_saved_blocks": _Name(
+        "headrace_kv_disk_blocks_saved", (), "KV blocks written to kv_cache_dir."
+    ),
+    "disk_loaded_blocks": _Name(
+        "headrace_kv_disk_blocks_loaded", (), "KV blocks read from kv_cache_dir."
+    ),
+    "disk_dropped_blocks": _Name(
+        "headrace_kv_disk_blocks_dropped",
+        (),
+        "KV blocks that left memory before they were written.",
     ),
     "failed_steps": _Name(
         "headrace_failed_steps",

@@ -7,8 +7,11 @@ everything after it, in any KV group.
 """
 
 import math
+import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -17,9 +20,12 @@ from numpy.typing import NDArray
 
 from headrace import _native
 from headrace.batch import Ints, RaggedBatch
+from headrace.checkpoint.adapter_digest import adapter_digest
 from headrace.config import EngineConfig, KvConfig
 from headrace.engine.engine import Engine, EngineLimits
 from headrace.kv.blocks import NULL_BLOCK
+from headrace.kv.disk import DiskTier
+from headrace.kv.folder import KvFolder
 from headrace.kv.host import HostTier
 from headrace.kv.manager import KvManager, Tables
 from headrace.logit_ops import Done, LogitOp, LogitOpResult, StepResult
@@ -124,6 +130,25 @@ class ToyHostBlocks:
 
     def _slots(self, block: int) -> range:
         return range(block * self._size, (block + 1) * self._size)
+
+
+class ToyKvBlocks:
+    """The dictionary's blocks as bytes, which no other thread may write while one copies."""
+
+    _SLOT = struct.Struct("<qI?")
+
+    def __init__(self, kv: list[dict[int, Kept]], block_size: int) -> None:
+        self.block_bytes = (block_size * self._SLOT.size,) * len(kv)
+        self._kv, self._size = kv, block_size
+
+    def read(self, group: int, block: int, to: NDArray[np.uint8]) -> None:
+        slots = range(block * self._size, (block + 1) * self._size)
+        content = b"".join(self._SLOT.pack(*self._kv[group][slot]) for slot in slots)
+        to[:] = np.frombuffer(content, np.uint8)
+
+    def write(self, group: int, block: int, source: NDArray[np.uint8]) -> None:
+        for i, values in enumerate(self._SLOT.iter_unpack(source.tobytes())):
+            self._kv[group][block * self._size + i] = Kept(*values)
 
 
 class ToyExecutable:
@@ -250,6 +275,9 @@ class ToyExecutable:
     def host_blocks(self, num_bytes: int) -> ToyHostBlocks:
         return ToyHostBlocks(self.kv, self.block_size, num_bytes)
 
+    def kv_blocks(self) -> ToyKvBlocks:
+        return ToyKvBlocks(self.kv, self.block_size)
+
     def check(self, kv: KvManager, tables: Tables, tokens: list[int]) -> None:
         """Assert that the held slots of a sequence contain these tokens."""
         for pool, table, kept in zip(kv.pools, tables, self.kv, strict=True):
@@ -273,8 +301,11 @@ def toy_engine(
     sinks: int = 0,
     clock: Callable[[], float] = perf_counter,
     late: bool = False,
+    folder: Path | None = None,
+    max_bytes: int = 1 << 30,
     **config: Any,
 ) -> Engine:
+    """`folder`, of at most `max_bytes`, keeps the blocks of the prefix cache."""
     kv = KvConfig((num_blocks,) * len(windows), block_size)
     limits = EngineLimits(
         vocab_size=VOCAB,
@@ -304,7 +335,16 @@ def toy_engine(
         options,
         proposers,
         clock=clock,
+        disk=toy_disk(toy, folder, max_bytes) if folder else None,
     )
+
+
+def toy_disk(toy: ToyExecutable, folder: Path, max_bytes: int = 1 << 30) -> DiskTier:
+    shape = f"{toy.windows} {toy.sinks} {toy.block_size}"
+    model = blake2b(shape.encode(), digest_size=16).digest()
+    files = KvFolder(folder, model, {"model": shape}, max_bytes)
+    # Reading takes no time: a row of the toy takes less than a file.
+    return DiskTier(files, toy.kv_blocks(), toy.block_size, adapter_digest, clock=lambda: 0.0)
 
 
 def plain_decoding(

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.planner import calibration
+from headrace.planner import host
 from headrace.planner.calibration import Calibration, store_calibration, stored_calibration
 from headrace.planner.memory import ProcessMemory
 from headrace.planner.reach import HostTime, Reach, Reaches
@@ -36,7 +36,7 @@ def test_a_calibration_is_kept_by_machine_and_threads() -> None:
 
 def test_other_kernels_need_another_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
     assert store_calibration(FOUND)
-    monkeypatch.setattr(calibration, "_kernels", lambda: 1)
+    monkeypatch.setattr(host, "kernels_checksum", lambda: 1)
     assert stored_calibration() is None
 
 

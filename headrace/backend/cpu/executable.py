@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace import _native
-from headrace.backend import HostBlocks, expert_table
+from headrace.backend import HostBlocks, KvBlocks, expert_table
 from headrace.backend.cpu.lowering import Lowering, ProcessGroup
 from headrace.backend.cpu.packing import column_order, copy_bytes, named_in_errors, packed_bytes
 from headrace.backend.variants import GatheredRows, result_of, run_parts, with_adapter
@@ -455,9 +455,24 @@ class CpuExecutable:
         """None: the KV is in the host's memory."""
         return None
 
+    def kv_blocks(self) -> KvBlocks:
+        return _KvBlocks(self.plan)
+
     def close(self) -> None:
         self._variants.clear()  # their plans refer to this plan
         del self.plan, self.pool, self._lowering, self._views, self._results
+
+
+class _KvBlocks:
+    def __init__(self, plan: _native.Plan) -> None:
+        self._plan = plan
+        self.block_bytes = tuple(plan.block_bytes())
+
+    def read(self, group: int, block: int, to: NDArray[np.uint8]) -> None:
+        self._plan.read_block(group, block, to)
+
+    def write(self, group: int, block: int, source: NDArray[np.uint8]) -> None:
+        self._plan.write_block(group, block, source)
 
 
 class _Variant(NamedTuple):
