@@ -13,7 +13,6 @@ from typing import Any, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.checkpoint.adapter import read_adapter
 from headrace.checkpoint.source import resolve
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import INTERACTIVE, OFFLINE, Preset
@@ -114,6 +113,8 @@ class BaseLLM:
         """
         if not isinstance(name, str) or not name:
             raise RequestError(f"name of the adapter must be text that is not empty, not {name!r}")
+        from headrace.checkpoint.adapter import read_adapter
+
         matrices = read_adapter(resolve(fspath(adapter)), self._spec)
         self._thread.call(lambda: self._engine.load_adapter(name, matrices))
 

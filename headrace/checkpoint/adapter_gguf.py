@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace.checkpoint.adapter_experts import add_stacks
 from headrace.checkpoint.adapter_parts import AdapterParts, Floats, checked_pair, floats_of
-from headrace.checkpoint.gguf import Metadata, read_gguf
+from headrace.checkpoint.gguf import is_adapter, read_gguf
 from headrace.errors import FormatError, UnsupportedModelError
 from headrace.program.adapter import LowRank
 
@@ -22,10 +22,6 @@ _EXPERTS = re.compile(
     r"(?P<module>blk\.\d+\.ffn_(?P<part>gate|up|down|gate_up)_exps)\.weight\.lora_(?P<half>[ab])"
 )
 _EMBEDDING, _NORM = "token_embd", "_norm.weight"
-
-
-def is_adapter(metadata: Metadata) -> bool:
-    return metadata.get("general.type") == "adapter" or "adapter.type" in metadata
 
 
 def read_gguf_adapter(path: Path, architectures: tuple[str, ...]) -> AdapterParts:

@@ -210,6 +210,10 @@ class GgufFile:
     tensors: dict[str, StoredTensor]
 
 
+def is_adapter(metadata: Metadata) -> bool:
+    return metadata.get("general.type") == "adapter" or "adapter.type" in metadata
+
+
 def read_gguf(path: Path) -> GgufFile:
     """Raises FormatError with the offset, or UnsupportedModelError for a tensor type."""
     cursor = _Cursor(map_file(path), path.name)

@@ -7,13 +7,12 @@ from dataclasses import astuple, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.checkpoint.adapter_gguf import is_adapter
 from headrace.checkpoint.advised_sampling import advised_sampling
 from headrace.checkpoint.architecture import layout_of
 from headrace.checkpoint.assemble import assemble
 from headrace.checkpoint.files import find, list_names
 from headrace.checkpoint.folder import chat_templates, model_name, open_folder
-from headrace.checkpoint.gguf import Metadata
+from headrace.checkpoint.gguf import Metadata, is_adapter
 from headrace.checkpoint.gguf_scales import with_scales
 from headrace.checkpoint.note import (
     FOLDER_NOTE,

@@ -3,18 +3,17 @@
 from dataclasses import replace
 
 from headrace.checkpoint.assemble import assemble
+from headrace.checkpoint.draft_layers import layout_of, num_draft_layers
 from headrace.checkpoint.drafter import Drafter, with_lent
-from headrace.checkpoint.gguf import Metadata
 from headrace.checkpoint.load import Checkpoint, checked_spec
 from headrace.errors import RequestError
-from headrace.model import FAMILIES
 from headrace.model.family import DraftLayers, Layout, TensorSource
 from headrace.model.spec import DrafterSpec, ModelSpec
 
 
 def open_mtp(target: Checkpoint) -> Drafter:
     """Open the first layer for drafts of a model. Raises RequestError if its files have none."""
-    name, layout = target.path.name, _layout(target)
+    name, layout = target.path.name, layout_of(target)
     layers = layout.draft_layers if layout else None
     if not layout or not layers or not num_draft_layers(target):
         raise RequestError(
@@ -58,25 +57,6 @@ def open_mtp(target: Checkpoint) -> Drafter:
     )
     tensors = assemble(checked_spec(spec, name), sources, stored, name)
     return Drafter(spec, with_lent(tensors, target), tokens=None)
-
-
-def num_draft_layers(target: Checkpoint) -> int:
-    """Return the number of layers for drafts in a model's files."""
-    layout = _layout(target)
-    layers = layout.draft_layers if layout else None
-    if not layers:
-        return 0
-    found = {
-        name.removeprefix(layers.prefix).partition(".")[0]
-        for name in target.stored
-        if layers.has(name, target.spec.num_layers)
-    }
-    return len(found)
-
-
-def _layout(target: Checkpoint) -> Layout | None:
-    family = FAMILIES[target.spec.architecture]
-    return family.gguf if isinstance(target.tokenizer_source, Metadata) else family.config
 
 
 def _spec(target: ModelSpec, layers: DraftLayers) -> ModelSpec:

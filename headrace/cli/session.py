@@ -7,7 +7,6 @@ from types import TracebackType
 from typing import Unpack
 
 from headrace.backend import lower_program
-from headrace.checkpoint.adapter import read_adapter
 from headrace.checkpoint.source import resolve
 from headrace.cli.signals import Stop
 from headrace.config import EngineConfig
@@ -50,6 +49,8 @@ class Session:
         self._adapter_name = adapter[0] if adapter else None
         self._adapter: Adapter = {}
         if adapter:
+            from headrace.checkpoint.adapter import read_adapter
+
             try:
                 self._adapter = read_adapter(resolve(adapter[1]), self._checkpoint.spec)
                 self._engine.load_adapter(adapter[0], self._adapter)

@@ -54,13 +54,13 @@ from headrace.request import (
 )
 from headrace.sampling.sampler import random_seed
 from headrace.sampling_params import SamplingParams
-from headrace.speculation.learning.learner import METHOD, DraftLearner
 from headrace.speculation.manager import SpeculationManager
 from headrace.stats import NO_LEARNING, BlockMap, Stats
 from headrace.validation import token_ids
 
 if TYPE_CHECKING:
     from headrace.kv.disk import DiskTier
+    from headrace.speculation.learning.learner import DraftLearner
 
 SCHEDULERS: dict[str, type[Scheduler]] = {"inflight": Scheduler, "static": StaticScheduler}
 
@@ -102,7 +102,7 @@ class Engine:
         path: str = "",
         mode_price: str = "",
         losses: str = "",
-        learner: DraftLearner[Any] | None = None,
+        learner: "DraftLearner[Any] | None" = None,
         disk: "DiskTier | None" = None,
     ) -> None:
         """`clock` gives seconds; `publishes`: whether `headrace top` may watch the engine; `path`:
@@ -129,7 +129,7 @@ class Engine:
         self._speculation = SpeculationManager(proposers, config, limits.vocab_size, clock)
         self.learner = learner
         if learner:
-            learner.connect(lambda: self._speculation.forget(METHOD))
+            learner.connect(self._speculation.forget)
         self._scheduler = SCHEDULERS[config.batching](self._kv, config, limits.attention_crossover)
         self._loop = StepLoop(
             scheduler=self._scheduler,

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.backend import Executable
 from headrace.batch import Commit
@@ -25,8 +25,10 @@ from headrace.kv.manager import Copy, KvManager
 from headrace.kv.rows import move_slots, prepare_blocks
 from headrace.logit_ops import StepResult
 from headrace.outputs import Update
-from headrace.speculation.learning.learner import DraftLearner
 from headrace.speculation.manager import SpeculationManager
+
+if TYPE_CHECKING:
+    from headrace.speculation.learning.learner import DraftLearner
 
 
 @dataclass
@@ -42,7 +44,7 @@ class StepLoop:
     jump_forward: JumpForward
     clock: Callable[[], float]
     detokeniser: WorkTimer
-    learner: DraftLearner[Any] | None = None
+    learner: "DraftLearner[Any] | None" = None
     in_flight: deque[InFlightStep] = field(default_factory=deque)
     num_steps: int = 0
     num_rows: int = 0

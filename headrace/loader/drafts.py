@@ -1,41 +1,38 @@
-"""Opens, checks and compiles draft models, drafters, self-drafts and Medusa heads."""
+"""Opens, checks and compiles draft models, drafters, self-drafts and Medusa heads.
+
+Functions import the parts of each kind themselves, since a start without drafts needs none.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from headrace.backend import DrafterHost, Executable, lower_program
-from headrace.backend.mapped_logits import MappedLogits
 from headrace.backend_traits import traits_of
-from headrace.checkpoint.drafter import Drafter
-from headrace.checkpoint.drafters import is_drafter, open_drafter
+from headrace.checkpoint.draft_layers import num_draft_layers
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
-from headrace.checkpoint.medusa import num_heads, read_heads
-from headrace.checkpoint.mtp import num_draft_layers, open_mtp
 from headrace.checkpoint.source import resolve
 from headrace.checkpoint.tokenizer import Tokenizer
-from headrace.checkpoint.translation import Translator
 from headrace.config import EngineConfig, KvConfig
 from headrace.errors import RequestError
 from headrace.kv.manager import KvManager
 from headrace.loader.activation_sparsity import sparse_program
-from headrace.loader.draft_format import with_format
-from headrace.loader.draft_vocabulary import other_vocabulary, translator_of, with_vocab_size
 from headrace.loader.early_exit import with_early_exit
 from headrace.loader.kv_size import KvUse
-from headrace.loader.self_draft import SelfDraft, open_self_draft, shortened_program
-from headrace.model import eagle1, eagle3, mtp, trace_model
+from headrace.model import trace_model
 from headrace.model.spec import ModelSpec
 from headrace.program.trace import Program, trace
 from headrace.quant.formats import StoredTensor
 from headrace.record import frozen
 from headrace.speculation.proposers import DraftModel, DraftModels, enabled_methods
-from headrace.speculation.proposers.draft_model import max_rows
-from headrace.speculation.proposers.eagle import DrafterPrograms
-from headrace.speculation.proposers.eagle import max_rows as max_pairs
-from headrace.speculation.proposers.medusa import head_forward
+
+if TYPE_CHECKING:
+    from headrace.checkpoint.drafter import Drafter
+    from headrace.checkpoint.translation import Translator
+    from headrace.loader.self_draft import SelfDraft
+    from headrace.speculation.proposers.eagle import DrafterPrograms
 
 DRAFTS_ON_DEVICE = False
 """Whether a drafter's rows stay on a device that can keep them (`DrafterHost`). Off: drafts on the
@@ -59,16 +56,18 @@ class DraftCheckpoints:
     """Draft model, Medusa heads and self-draft of a configuration, opened but not compiled."""
 
     draft: Checkpoint | None = None
-    translator: Translator | None = None
+    translator: "Translator | None" = None
     """Translates for a draft model with another vocabulary."""
-    drafter: Drafter | None = None
+    drafter: "Drafter | None" = None
     heads: Mapping[str, StoredTensor] | None = None
-    self_draft: SelfDraft | None = None
+    self_draft: "SelfDraft | None" = None
 
     def in_format(self, config: EngineConfig) -> "DraftCheckpoints":
         """Encode the matrices of a drafter in `draft_format`, if the backend packs them."""
         if self.drafter is None or not config.traits.packs_drafters:
             return self
+        from headrace.loader.draft_format import with_format
+
         return replace(self, drafter=with_format(self.drafter, config.draft_format))
 
     def check_ranks(self, config: EngineConfig) -> None:
@@ -85,11 +84,15 @@ class DraftCheckpoints:
     def kv_use(self, config: EngineConfig) -> KvUse | None:
         """Return the KV of the draft model or drafter, if there is one."""
         if self.drafter:
+            from headrace.speculation.proposers.eagle import max_rows as max_pairs
+
             return KvUse(
                 drafter_program(self.drafter).kv_groups,
                 max_pairs(_max_nodes(config)),
             )
         if self.draft:
+            from headrace.speculation.proposers.draft_model import max_rows
+
             program = draft_model_program(config, self.draft)
             return KvUse(program.kv_groups, max_rows(_max_nodes(config)))
         return None
@@ -147,28 +150,49 @@ def open_draft_checkpoints(
     methods = enabled_methods(config)
     draft = drafter = heads = self_draft = translator = None
     if "self_draft" in methods:
+        from headrace.loader.self_draft import open_self_draft
+
         self_draft = open_self_draft(config, target, load_tokenizer)
-    name = config.draft_model if "draft_model" in methods else ""
-    path = resolve(name) if name and name != OWN_LAYERS else None
-    if name == OWN_LAYERS:
-        drafter = open_mtp(target)
-    elif path and is_drafter(path):
-        drafter = open_drafter(path, target)
-    elif path:
-        draft = open_checkpoint(path, is_absorbed=config.latent_attention == "absorbed")
-        if not draft.spec.has_head:
-            raise RequestError(
-                f"draft_model '{config.draft_model}' only computes embeddings: its files have no "
-                "head (lm_head.weight); choose a model that generates text"
-            )
-        translator = translator_of(draft, target, load_tokenizer())
-        if not translator:
-            draft = with_vocab_size(draft, target.spec.vocab_size)
+    if "draft_model" in methods and config.draft_model:
+        drafter = _open_drafter(config.draft_model, target)
+        if drafter is None:
+            draft, translator = _open_draft_model(config, target, load_tokenizer())
     if "medusa" in methods and config.medusa_heads:
+        from headrace.checkpoint.medusa import read_heads
+
         heads = read_heads(Path(config.medusa_heads), target.spec, load_tokenizer().vocab_size)
     return DraftCheckpoints(
         draft=draft, translator=translator, drafter=drafter, heads=heads, self_draft=self_draft
     )
+
+
+def _open_drafter(name: str, target: Checkpoint) -> "Drafter | None":
+    """Open a drafter over rows of the target; None if the files are a model."""
+    if name == OWN_LAYERS:
+        from headrace.checkpoint.mtp import open_mtp
+
+        return open_mtp(target)
+    from headrace.checkpoint.drafters import is_drafter, open_drafter
+
+    path = resolve(name)
+    return open_drafter(path, target) if is_drafter(path) else None
+
+
+def _open_draft_model(
+    config: EngineConfig, target: Checkpoint, tokenizer: Tokenizer
+) -> "tuple[Checkpoint, Translator | None]":
+    """Open a smaller model, and its translator if it has another vocabulary."""
+    from headrace.loader.draft_vocabulary import translator_of, with_vocab_size
+
+    path = resolve(config.draft_model)
+    draft = open_checkpoint(path, is_absorbed=config.latent_attention == "absorbed")
+    if not draft.spec.has_head:
+        raise RequestError(
+            f"draft_model '{config.draft_model}' only computes embeddings: its files have no "
+            "head (lm_head.weight); choose a model that generates text"
+        )
+    translator = translator_of(draft, target, tokenizer)
+    return (draft if translator else with_vocab_size(draft, target.spec.vocab_size)), translator
 
 
 def unused_layers(config: EngineConfig, target: Checkpoint) -> str:
@@ -195,8 +219,10 @@ def draft_model_program(config: EngineConfig, draft: Checkpoint) -> Program:
     return model_program(replace(config, early_exit="", activation_sparsity=""), draft)
 
 
-def drafter_program(drafter: Drafter, *, from_itself: bool = False) -> Program:
+def drafter_program(drafter: "Drafter", *, from_itself: bool = False) -> Program:
     """Trace a drafter over rows of the target, or over its own rows."""
+    from headrace.model import eagle1, eagle3, mtp
+
     module = {"eagle1": eagle1, "eagle3": eagle3, "mtp": mtp}[drafter.spec.architecture]
     forward = module.from_itself if from_itself else module.from_target
     program = trace(partial(forward, drafter.spec), drafter.tensors)
@@ -233,6 +259,9 @@ def compile_draft_models(
     """
     draft_models = DraftModels(block_size=config.traits.kv_block_size)
     if kv and (checkpoint := draft_checkpoints.draft):
+        from headrace.loader.draft_vocabulary import other_vocabulary
+        from headrace.speculation.proposers.draft_model import max_rows
+
         program = draft_model_program(config, checkpoint)
         manager = KvManager(program.kv_groups, kv, max_rows(_max_nodes(config)))
         compiled = executable.attach(program, checkpoint.tensors, kv)
@@ -251,6 +280,8 @@ def compile_draft_models(
         compiled_drafter = compile_drafter(drafter, target.spec, executable, kv, nodes)
         draft_models = replace(draft_models, drafter=compiled_drafter)
     if self_draft := draft_checkpoints.self_draft:
+        from headrace.loader.self_draft import shortened_program
+
         program = shortened_program(config, target, self_draft)
         tensors = {**target.tensors, **self_draft.own}
         draft_models = replace(draft_models, self_draft=executable.attach(program, tensors))
@@ -266,12 +297,16 @@ def _max_nodes(config: EngineConfig) -> int:
 
 
 def compile_drafter(
-    drafter: Drafter, target: ModelSpec, executable: Attachable, kv: KvConfig, nodes: int
-) -> DrafterPrograms:
+    drafter: "Drafter", target: ModelSpec, executable: Attachable, kv: KvConfig, nodes: int
+) -> "DrafterPrograms":
     """Compile a drafter: a program over rows of the target, and one over its own rows.
 
     A draft has up to `nodes` tokens.
     """
+    from headrace.backend.mapped_logits import MappedLogits
+    from headrace.speculation.proposers.eagle import DrafterPrograms
+    from headrace.speculation.proposers.eagle import max_rows as max_pairs
+
     program, tensors = drafter_program(drafter), drafter.tensors
     further = drafter_program(drafter, from_itself=True)
     first = executable.attach(program, tensors, kv)
@@ -292,6 +327,9 @@ def _head_programs(
     target: Checkpoint, heads: Mapping[str, StoredTensor]
 ) -> Iterator[tuple[Program, Mapping[str, StoredTensor]]]:
     """The program of each head, and the tensors that it may read."""
+    from headrace.checkpoint.medusa import num_heads
+    from headrace.speculation.proposers.medusa import head_forward
+
     spec, tensors = target.spec, {**target.tensors, **heads}
     for i in range(num_heads(heads)):
         yield trace(partial(head_forward, i, spec.dim, spec.vocab_size), tensors), tensors

@@ -6,8 +6,8 @@ from typing import Any
 
 from headrace.backend import Executable, compile_program
 from headrace.backend_traits import BackendName
+from headrace.checkpoint.draft_layers import num_draft_layers
 from headrace.checkpoint.load import Checkpoint
-from headrace.checkpoint.mtp import num_draft_layers
 from headrace.config import EngineConfig
 from headrace.errors import RequestError
 from headrace.loader.backend_choice import with_backend

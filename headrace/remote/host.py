@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from headrace.checkpoint.adapter import read_adapter
-from headrace.checkpoint.adapter_digest import adapter_digest
 from headrace.checkpoint.source import resolve
 from headrace.engine.engine import Engine
 from headrace.engine.thread import EngineThread
@@ -24,6 +22,7 @@ from headrace.errors import (
 from headrace.loader.load import load_engine, open_model
 from headrace.model.spec import ModelSpec
 from headrace.outputs import RequestOutput, Update
+from headrace.program.adapter import Adapter
 from headrace.remote import frames
 from headrace.stats import STEP_KINDS, BlockMap, Holding, Stats, StepTotals
 
@@ -58,10 +57,18 @@ def open_engine(setup: frames.Setup, launcher: "Launcher | None" = None) -> Open
     engine = load_engine(setup.model, setup.config, checkpoint, load_tokenizer, launcher)
     digests = {}
     for name, path in setup.adapters.items():
-        adapter = read_adapter(resolve(path), checkpoint.spec)
+        adapter, digests[name] = _read_adapter(path, checkpoint.spec)
         engine.load_adapter(name, adapter)
-        digests[name] = adapter_digest(adapter)
     return OpenedEngine(engine, checkpoint.spec, digests)
+
+
+def _read_adapter(path: str, spec: ModelSpec) -> tuple[Adapter, str]:
+    """Read an adapter, and its digest. Most engines have none, so the readers load only here."""
+    from headrace.checkpoint.adapter import read_adapter
+    from headrace.checkpoint.adapter_digest import adapter_digest
+
+    adapter = read_adapter(resolve(path), spec)
+    return adapter, adapter_digest(adapter)
 
 
 class _RequestSink:
@@ -119,9 +126,9 @@ class EngineHost:
                     self._add(command)
                     return
                 case frames.LoadAdapter(request_id, name, path):
-                    adapter = read_adapter(resolve(path), self._spec)
+                    adapter, digest = _read_adapter(path, self._spec)
                     self.thread.call(lambda: self.engine.load_adapter(name, adapter))
-                    self._put(frames.Accepted(request_id, adapter_digest(adapter)))
+                    self._put(frames.Accepted(request_id, digest))
                     return
                 case frames.MapBlocks(request_id):
                     self._put(blocks_of(request_id, self.thread.call(self.engine.block_map)))

@@ -18,8 +18,9 @@ from headrace import LLM
 from headrace.backend import compile_program
 from headrace.batch import DraftTree
 from headrace.checkpoint.assemble import assemble, locate_tensors, stored_shapes
+from headrace.checkpoint.draft_layers import num_draft_layers
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
-from headrace.checkpoint.mtp import num_draft_layers, open_mtp
+from headrace.checkpoint.mtp import open_mtp
 from headrace.checkpoint.split import read_gguf_model
 from headrace.config import KvConfig
 from headrace.errors import FormatError, RequestError

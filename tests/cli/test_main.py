@@ -42,6 +42,17 @@ ELSEWHERE = {
         "headrace.checkpoint.tokenizer_hf",
     ),
     *(
+        f"headrace.checkpoint.{file}"
+        for file in ("adapter", "adapter_gguf", "translation", "drafter", "eagle1", "eagle3", "mtp")
+    ),
+    *(f"headrace.loader.{file}" for file in ("draft_format", "draft_vocabulary", "self_draft")),
+    "headrace.loader.learn_drafts",
+    "headrace.speculation.learning",
+    *(
+        f"headrace.speculation.proposers.{file}"
+        for file in ("draft_model", "eagle", "jacobi", "lookahead", "medusa", "self_draft")
+    ),
+    *(
         f"headrace.model.{file}"
         for file in ("mistral", "qwen2", "qwen_moe", "gemma", "gpt2", "deepseek", "gpt_oss")
     ),

@@ -99,13 +99,13 @@ class DraftLearner(Generic[Weights]):
         """Weights, their folder, the held-out figures and the time of arrival."""
         self._trainer: TrainerProcess | None = None
         self._reader: Thread | None = None
-        self._forget: Callable[[], None] = lambda: None
+        self._forget: Callable[[str], None] = lambda method: None
         self._post: Callable[[], Post | None] = lambda: None
         self._is_off = self._is_closed = False
         self._slices = self._trained = self._swaps = self._rollbacks = 0
 
-    def connect(self, forget: Callable[[], None]) -> None:
-        """`forget` makes the policy forget the acceptance of earlier weights."""
+    def connect(self, forget: Callable[[str], None]) -> None:
+        """`forget` makes the policy forget the acceptance of a method's earlier weights."""
         self._forget = forget
 
     def wake_with(self, post: Post) -> None:
@@ -209,7 +209,7 @@ class DraftLearner(Generic[Weights]):
             self._fail(f"the new weights cannot be compiled: {error}")
             return False
         self._weights, self._folder = weights, folder
-        self._forget()
+        self._forget(METHOD)
         return True
 
     def _roll_back(self) -> None:

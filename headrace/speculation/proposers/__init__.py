@@ -1,6 +1,7 @@
-"""Proposers of draft tokens, by name."""
+"""Proposers of draft tokens, by name. A start imports those that it uses."""
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from headrace.backend import Executable
 from headrace.config import LOSSY_OPTIONS, EngineConfig, KvConfig
@@ -8,13 +9,10 @@ from headrace.errors import RequestError
 from headrace.kv.manager import KvManager
 from headrace.proposer import Proposer
 from headrace.record import frozen
-from headrace.speculation.proposers.draft_model import DraftModelProposer, OtherVocabulary
-from headrace.speculation.proposers.eagle import DrafterPrograms, EagleProposer
-from headrace.speculation.proposers.jacobi import JacobiProposer
-from headrace.speculation.proposers.lookahead import LookaheadProposer
-from headrace.speculation.proposers.medusa import MedusaProposer
-from headrace.speculation.proposers.self_draft import SelfDraftProposer
-from headrace.speculation.proposers.suffix import SuffixProposer
+
+if TYPE_CHECKING:
+    from headrace.speculation.proposers.draft_model import OtherVocabulary
+    from headrace.speculation.proposers.eagle import DrafterPrograms
 
 __all__ = [
     "METHODS",
@@ -35,7 +33,7 @@ class DraftModel:
     kv: KvManager
     max_length: int
     """Length in tokens."""
-    vocabulary: OtherVocabulary | None = None
+    vocabulary: "OtherVocabulary | None" = None
     """Its vocabulary, if it has not the target's tokens."""
 
 
@@ -44,7 +42,7 @@ class DraftModels:
     """The compiled programs that draft."""
 
     draft: DraftModel | None = None
-    drafter: DrafterPrograms | None = None
+    drafter: "DrafterPrograms | None" = None
     """A drafter over rows of the target, in place of a draft model."""
     self_draft: Executable | None = None
     """The target's program, shortened, over the target's KV."""
@@ -65,6 +63,8 @@ NO_DRAFT_MODELS = DraftModels()
 
 def _draft_model(config: EngineConfig, draft_models: DraftModels) -> Proposer:
     if draft_models.drafter:
+        from headrace.speculation.proposers.eagle import EagleProposer
+
         return EagleProposer(
             draft_models.drafter,
             config.draft_depth,
@@ -75,6 +75,8 @@ def _draft_model(config: EngineConfig, draft_models: DraftModels) -> Proposer:
     draft = draft_models.draft
     if draft is None:
         raise RequestError("proposer 'draft_model' needs a smaller model; set draft_model")
+    from headrace.speculation.proposers.draft_model import DraftModelProposer
+
     return DraftModelProposer(
         draft.executable,
         draft.kv,
@@ -89,6 +91,8 @@ def _draft_model(config: EngineConfig, draft_models: DraftModels) -> Proposer:
 def _self_draft(config: EngineConfig, draft_models: DraftModels) -> Proposer:
     if draft_models.self_draft is None:
         raise RequestError(missing_self_draft())
+    from headrace.speculation.proposers.self_draft import SelfDraftProposer
+
     return SelfDraftProposer(
         draft_models.self_draft,
         draft_models.block_size,
@@ -112,13 +116,33 @@ def _medusa(config: EngineConfig, draft_models: DraftModels) -> Proposer:
             "proposer 'medusa' needs heads that were trained for the model; set medusa_heads to "
             "their safetensors file or folder"
         )
+    from headrace.speculation.proposers.medusa import MedusaProposer
+
     return MedusaProposer(draft_models.heads, config.draft_depth, config.draft_width)
 
 
+def _suffix(config: EngineConfig, draft_models: DraftModels) -> Proposer:
+    from headrace.speculation.proposers.suffix import SuffixProposer
+
+    return SuffixProposer(config.max_draft_tokens)
+
+
+def _jacobi(config: EngineConfig, draft_models: DraftModels) -> Proposer:
+    from headrace.speculation.proposers.jacobi import JacobiProposer
+
+    return JacobiProposer(config.max_draft_tokens)
+
+
+def _lookahead(config: EngineConfig, draft_models: DraftModels) -> Proposer:
+    from headrace.speculation.proposers.lookahead import LookaheadProposer
+
+    return LookaheadProposer(config.max_draft_tokens)
+
+
 METHODS: dict[str, Callable[[EngineConfig, DraftModels], Proposer]] = {
-    "suffix": lambda config, draft_models: SuffixProposer(config.max_draft_tokens),
-    "jacobi": lambda config, draft_models: JacobiProposer(config.max_draft_tokens),
-    "lookahead": lambda config, draft_models: LookaheadProposer(config.max_draft_tokens),
+    "suffix": _suffix,
+    "jacobi": _jacobi,
+    "lookahead": _lookahead,
     "draft_model": _draft_model,
     "self_draft": _self_draft,
     "medusa": _medusa,
