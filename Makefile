@@ -23,7 +23,7 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h)
 export HEADRACE_ISAS ?= native
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: help run test test-api test-arm test-agents test-clients test-vllm-http test-dashboard test-cuda test-page test-ray test-tokenizers test-triton soak soak-kv soak-server soak-route soak-ranks soak-loads cli fuzz gguf sanitize mutate lint format \
+.PHONY: help run test test-api test-arm test-agents test-clients test-vllm-http test-dashboard test-cuda test-page test-ray test-tokenizers test-triton soak soak-kv soak-server soak-route soak-ranks soak-loads soak-learning cli fuzz gguf sanitize mutate lint format \
 	bench bench-cuda cuda-bundle micro docs wheel clean
 
 help:
@@ -44,6 +44,7 @@ help:
 	@echo 'make soak-kv 2,000 processes that are killed while they write a folder of KV, and 2,000 engines'
 	@echo 'make soak-route two workers that die, each with nginx before it; `make soak-ranks`: 2,000 requests to experts on ranks'
 	@echo 'make soak-loads 20 starts of the server whose load takes 90 s, ten side by side: four minutes'
+	@echo 'make soak-learning an hour with a drafter that learns, whose training is killed'
 	@echo 'make soak-server the server under load and faults, in an hour; `python benchmarks/soak SCENARIO`: one of them'
 	@echo 'make fuzz    hostile files, templates, batches and native calls, for SECONDS=$(SECONDS)'
 	@echo 'make gguf    GGUF files of all families by llama.cpp: the same tensors, and the logits that it computes (LLAMA_PYTHON=...)'
@@ -129,6 +130,9 @@ soak-ranks: .venv/.test
 
 soak-loads: .venv/.test
 	$(BIN)/python benchmarks/soak long_loads
+
+soak-learning: .venv/.test
+	$(BIN)/python benchmarks/soak learning
 
 fuzz: .venv/.test
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)

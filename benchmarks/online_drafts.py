@@ -6,14 +6,16 @@
 The topic is SQL. Each round serves four requests, then pauses, as the training needs idle time.
 Acceptance is that of greedy chains of four drafts on requests that no round serves. The poison are
 random tokens, continued at a high temperature. The last part compares the speed with and without
-learning, in turns, without pauses. Run it on a machine without other work: the training has the
-lowest priority.
+learning, in turns, without pauses. The training has the lowest priority, so it gets no time on a
+machine with other work; with --foreground it has a normal one. A pause ends after new weights, or
+after a number of slices, so its length in seconds does not change the results.
 """
 
 import argparse
 import json
 import logging
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from headrace import LLM, SamplingParams
+from headrace.speculation.learning import trainer_process
 from headrace.stats import LearningStats
 
 _TABLES = (
@@ -48,6 +51,9 @@ _OPTIONS: dict[str, Any] = {
     "max_model_len": 1024,
     "kv_blocks": 256,
 }
+
+
+_IN_FOREGROUND = "from headrace.distil.online import main; main(in_background=False)"
 
 
 class Report:
@@ -108,11 +114,14 @@ def memory_mb(pid: int | str) -> float:
     return int(text.split("RssAnon:")[1].split()[0]) / 1000
 
 
-def settle(llm: LLM, seconds: float) -> None:
-    """Wait until new weights arrive, at most for some seconds."""
-    swaps, deadline = llm.stats().learning.swaps, time.monotonic() + seconds
-    while time.monotonic() < deadline and llm.stats().learning.swaps == swaps:
-        time.sleep(0.2)
+def settle(llm: LLM, slices: int, seconds: float) -> None:
+    """Wait until new weights arrive, or for some slices of training, or for some seconds."""
+    before, deadline = llm.stats().learning, time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        now = llm.stats().learning
+        if now.swaps > before.swaps or now.slices >= before.slices + slices:
+            return
+        time.sleep(0.1)
 
 
 def figures(learning: LearningStats) -> dict[str, Any]:
@@ -135,7 +144,7 @@ def shift_of_topic(args: argparse.Namespace, home: Path, report: Report) -> None
         for number in range(args.rounds):
             first = 4 * number % len(served)
             chat(llm, served[first : first + 4], args.tokens)
-            settle(llm, args.pause)
+            settle(llm, args.slices, args.pause)
             learning = llm.stats().learning
             learner = llm._engine.learner
             trainer = memory_mb(learner.trainer_pid or 0) if learner else 0.0
@@ -157,7 +166,7 @@ def poisoned(args: argparse.Namespace, home: Path, report: Report) -> None:
     with LLM(args.model, **_OPTIONS, draft_model=args.drafter, learn_drafts=str(home)) as llm:
         for _ in range(args.rounds // 2):
             poison(llm, rng, args.tokens)
-            settle(llm, args.pause)
+            settle(llm, args.slices, args.pause)
         chat(llm, measured, args.tokens)  # acceptance on real text decides on the last weights
         report.add("poison", **figures(llm.stats().learning))
     start = str(home) if (home / "model.safetensors").exists() else args.drafter
@@ -190,13 +199,19 @@ def main() -> None:
     parser.add_argument("drafter", help="folder of an EAGLE-3 drafter of the model")
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=250, help="maximum tokens of an output")
-    parser.add_argument("--pause", type=float, default=8.0, help="maximum seconds after a round")
+    parser.add_argument("--slices", type=int, default=160, help="slices of training after a round")
+    parser.add_argument("--pause", type=float, default=60.0, help="maximum seconds after a round")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--foreground", action="store_true", help="train at normal priority")
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--parts", default="shift,poison,speed")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("headrace.learning").setLevel(logging.INFO)
+    if args.foreground:
+        trainer_process.COMMAND = (sys.executable, "-c", _IN_FOREGROUND)
+    _OPTIONS["threads"] = args.threads
     report, parts = Report(args.json), args.parts.split(",")
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder) / "learned"

@@ -4,8 +4,8 @@ failed.
     python benchmarks/soak                              everything, in an hour, half of it `mixed`
     python benchmarks/soak [--seconds N] SCENARIO ...   some scenarios; N seconds for those with a
                                                         length: load, overload, mixed, and
-                                                        those of `make soak-route`, `soak-ranks`
-                                                        and `soak-loads`
+                                                        those of `make soak-route`, `soak-ranks`,
+                                                        `soak-loads` and `soak-learning`
 """
 
 import argparse
@@ -31,9 +31,9 @@ _ALL = (
     "distinct",
     "slow_readers",
 )
-_APART = ("proxied_route", "ranks_experts", "long_loads")
-"""Scenarios that need nginx, torch, or minutes of waiting: `make soak-route`, `soak-ranks` and
-`soak-loads`.
+_APART = ("proxied_route", "ranks_experts", "long_loads", "learning")
+"""Scenarios that need nginx, torch, or minutes of waiting: `make soak-route`, `soak-ranks`,
+`soak-loads` and `soak-learning`.
 """
 
 

@@ -145,8 +145,8 @@ class Trainer:
         present: Weights = self._student.weights()
         kinds = {"present": present, "accepted": self._accepted, "original": self._original}
         scores: dict[str, list[Score]] = {name: [] for name in kinds}
-        for window in windows:
-            for name, weights in kinds.items():
+        for name, weights in kinds.items():
+            for window in windows:
                 key = id(weights), window.number
                 if key not in self._scores:
                     self._scores[key] = self._student.score(weights, window)

@@ -7,18 +7,18 @@ a product with the target's whole head. Sampled tokens have the same loss in the
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from time import monotonic
+from time import monotonic, process_time
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional
 
 from headrace.checkpoint.drafter import Drafter
 from headrace.distil.draft import DEPTH, product_type
 from headrace.distil.draft_layer import DraftLayer
-from headrace.distil.draft_loss import SoftCrossEntropy
 from headrace.distil.draft_start import half_split
 from headrace.speculation.learning.buffer import PAIRS, Window
 
@@ -28,7 +28,10 @@ _BETAS = 0.9, 0.95
 _MAX_NORM = 1.0
 SLICE_SECONDS = 0.045
 """Aim of the length of a slice, below 50 ms."""
-_MIN_PAIRS = 16
+_MIN_PAIRS = 64
+"""Fewer pairs save little time, because most of a small slice is the gradients of all weights."""
+_OVERLAP = 16
+"""Pairs before those to train on, in a part of a window."""
 _MAX_PAIRS = 1024
 
 Weights = Mapping[str, Tensor]
@@ -87,9 +90,11 @@ class OnlineStudent:
         embedding = np.array(drafter.tensors["embed"].dequantise(), np.float32)
         self._embedding = torch.from_numpy(embedding).to(self.dtype)
         self.module = DraftLayer(spec)
-        self._judge = DraftLayer(spec)
+        self._copy = _with_matrices(DraftLayer(spec), self.dtype)
+        """The layer that computes. A slice would convert each matrix up to four times."""
+        self._judge = _with_matrices(DraftLayer(spec), self.dtype)
         self._judged: Weights | None = None
-        self._pairs = _MIN_PAIRS * 2
+        self._pairs = _MIN_PAIRS
         self.use(weights_of(drafter))
 
     def use(self, weights: Weights) -> None:
@@ -102,6 +107,7 @@ class OnlineStudent:
             weight_decay=0.0,
             fused=True,
         )
+        self._copy.load_state_dict(dict(weights))
         self._gradients = 0.0
 
     def weights(self) -> dict[str, Tensor]:
@@ -114,9 +120,11 @@ class OnlineStudent:
         while pieces:
             count = max(1, self._pairs // max(len(piece.tokens) for piece in pieces[:1]))
             part, pieces = pieces[:count], pieces[count:]
-            started = monotonic()
+            begun, cpu_begun = monotonic(), process_time()
             num_tokens = self._add_gradients(part)
-            self._measure(sum(len(piece.tokens) for piece in part), monotonic() - started)
+            # Other work on the machine makes a slice longer, and not the CPU time of this process.
+            seconds = min(monotonic() - begun, process_time() - cpu_begun)
+            self._measure(sum(len(piece.tokens) for piece in part), seconds)
             yield num_tokens
 
     def update(self) -> None:
@@ -129,6 +137,7 @@ class OnlineStudent:
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), _MAX_NORM)
         if math.isfinite(norm.item()):
             self._optimiser.step()
+            self._copy.load_state_dict(self.module.state_dict())
         self._optimiser.zero_grad()
         self._gradients = 0.0
 
@@ -141,7 +150,7 @@ class OnlineStudent:
         inputs = self._inputs([window])
         alive = inputs.depths >= 0
         chains, accepted = int(alive.sum()), 0
-        matrix = self._judge.lm_head.weight.to(self.dtype)
+        matrix = self._judge.lm_head.weight
         for step, rows in enumerate(self._rows(self._judge, inputs)):
             right = (rows.to(self.dtype) @ matrix.T).argmax(-1) == inputs.labels
             right &= inputs.depths >= step
@@ -156,12 +165,11 @@ class OnlineStudent:
         if count <= self._pairs:
             yield window
             return
-        overlap = min(self._pairs // 4, _MIN_PAIRS)
-        for start in range(0, count - 1, self._pairs - overlap):
+        for start in range(0, count - 1, self._pairs - _OVERLAP):
             part = slice(start, start + self._pairs)
             piece = window._replace(
                 position=window.position + start,
-                first=max(window.first - start, overlap - 1 if start else 0),
+                first=max(window.first - start, _OVERLAP - 1 if start else 0),
                 tokens=window.tokens[part],
                 taps=window.taps[part],
             )
@@ -175,22 +183,25 @@ class OnlineStudent:
 
     def _add_gradients(self, windows: Sequence[Window]) -> int:
         inputs = self._inputs(windows)
-        known = inputs.labels >= 0
-        rows, index, weights = list[Tensor](), list[Tensor](), list[Tensor]()
-        number = torch.cumsum(known, 0) - 1
-        for step, x in enumerate(self._rows(self.module, inputs)):
-            chosen = (known & (inputs.depths >= step)).nonzero().squeeze(1)
+        rows, labels, weights = list[Tensor](), list[Tensor](), list[Tensor]()
+        for step, x in enumerate(self._rows(self._copy, inputs)):
+            chosen = ((inputs.labels >= 0) & (inputs.depths >= step)).nonzero().squeeze(1)
             rows.append(x[chosen])
-            index.append(number[chosen])
+            labels.append(inputs.labels[chosen])
             weights.append(torch.full((len(chosen),), _STEP_DECAY**step))
-        wanted = torch.zeros(int(known.sum()), len(self.tokens), dtype=self.dtype)
-        wanted[torch.arange(len(wanted)), inputs.labels[known]] = 1
-        weight = torch.cat(weights)
-        head = self.module.lm_head.weight
-        loss = SoftCrossEntropy.apply(torch.cat(rows), head, wanted, torch.cat(index), weight)
-        loss.backward()
+        num_tokens, weight = int((inputs.depths >= 0).sum()), torch.cat(weights)
+        if not len(weight):
+            return num_tokens
+        logits = self._copy.lm_head(torch.cat(rows).to(self.dtype))
+        losses = functional.cross_entropy(logits, torch.cat(labels), reduction="none")
+        (losses.float() @ weight).backward()
+        for own, computed in zip(self.module.parameters(), self._copy.parameters(), strict=True):
+            if computed.grad is not None:
+                sums = torch.zeros_like(own) if own.grad is None else own.grad
+                own.grad = sums.add_(computed.grad)
+                computed.grad = None
         self._gradients += float(weight.sum())
-        return int((inputs.depths >= 0).sum())
+        return num_tokens
 
     def _rows(self, module: DraftLayer, inputs: "_Inputs") -> Iterator[Tensor]:
         """Yield the normed rows [windows * pairs, dim] of each step."""
@@ -223,6 +234,14 @@ class OnlineStudent:
             labels=torch.from_numpy(labels).flatten(),
             depths=torch.from_numpy(depths).flatten(),
         )
+
+
+def _with_matrices(layer: DraftLayer, dtype: torch.dtype) -> DraftLayer:
+    """Convert the matrices of a layer. Norms stay in f32."""
+    for parameter in layer.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.to(dtype)
+    return layer
 
 
 class _Inputs(NamedTuple):

@@ -1,9 +1,9 @@
 """An engine that handles commands and puts events, over any transport."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from headrace.errors import (
 from headrace.loader.load import load_engine, open_model
 from headrace.model.spec import ModelSpec
 from headrace.outputs import RequestOutput, Update
-from headrace.program.adapter import Adapter
 from headrace.remote import frames
 from headrace.stats import STEP_KINDS, BlockMap, Holding, Stats, StepTotals
 
@@ -62,7 +61,7 @@ def open_engine(setup: frames.Setup, launcher: "Launcher | None" = None) -> Open
     return OpenedEngine(engine, checkpoint.spec, digests)
 
 
-def _read_adapter(path: str, spec: ModelSpec) -> tuple[Adapter, str]:
+def _read_adapter(path: str, spec: ModelSpec) -> tuple[Mapping[str, Any], str]:
     """Read an adapter, and its digest. Most engines have none, so the readers load only here."""
     from headrace.checkpoint.adapter import read_adapter
     from headrace.checkpoint.adapter_digest import adapter_digest
