@@ -76,7 +76,11 @@ class ProposerTraits(NamedTuple):
     needs_logits: bool = False
     needs_hidden: bool = False
     needs_taps: bool = False
-    """Whether it reads the taps of all rows. Such a proposer observes paused steps too."""
+    """Whether it reads the taps of rows. Such a proposer observes the sequences that it is to draft
+    for, from their prompts on, and no others.
+    """
+    observes: bool = True
+    """Whether it learns from steps. `observe` is not called otherwise."""
 
 
 class Proposer(Protocol):

@@ -1,7 +1,7 @@
 """Adaptive speculation: run the draft nodes that give the most tokens per second, often none.
 
 When drafts do not pay, the next call is a *probe*. The share of time for probes halves with each
-failure.
+failure. Estimates decide what should pay; the account of a proposer bounds what they may cost.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 from headrace.batch import DraftTree
 from headrace.proposer import ProposerTraits, SequenceView
 from headrace.speculation.acceptance import AcceptanceRates, node_class
+from headrace.speculation.account import START_SECONDS, Account
 from headrace.speculation.policy import DraftCandidate, Key
 from headrace.speculation.prices import CallPrice, RowPrices
 from headrace.speculation.step_cost import StepCost
@@ -29,6 +30,8 @@ _GAIN_RATE = 0.25
 """Weight of the newest draft, if each node has a confidence: then an unsure draft is short and
 cheap, and says little about the next.
 """
+_FOLLOWED_STEPS = 2
+"""Plain steps before a call from which on a proposer follows the rows of a sequence."""
 _PLAIN_EVERY = 32
 """Steps with drafts before one plain step, which measures the cost of plain steps."""
 
@@ -37,12 +40,20 @@ _PLAIN_EVERY = 32
 class _SequenceState:
     acceptance: AcceptanceRates
     is_new: bool = True
+    is_admitted: bool = False
+    """Whether the proposer's account afforded to read the sequence."""
+    is_missed: bool = False
+    """Whether rows of its prompt were not kept."""
+    prepaid: float = 0.0
+    """Seconds booked for reading it."""
     gain: float = 0.0
     """Tokens that the next draft should gain, less the price of its rows, by the last drafts."""
     num_failed: int = 0
     probe_share: float = _MAX_PROBE_SHARE
     next_probe: float = 0.0
     """Seconds on the clock `AdaptivePolicy._now`."""
+    rival_share: float = _MAX_PROBE_SHARE
+    """Share of the time for probes that do not pay because another proposer drafts better."""
 
 
 @dataclass
@@ -50,12 +61,28 @@ class _ProposerState:
     traits: ProposerTraits
     acceptance: AcceptanceRates
     price: CallPrice = field(default_factory=CallPrice)
-    last: _SequenceState | None = None
+    accounts: dict[int, Account] = field(default_factory=dict)
+    """Accounts by bit length of the number of sequences: more rows make drafts dear."""
+    last: dict[int, _SequenceState] = field(default_factory=dict)
+    """The state of the last call, by the same key."""
+    planned: float = 0.0
+    """Seconds of the probes of this step."""
+    is_reading: bool = False
+    """Whether it observes a sequence without a call so far."""
+    is_pricing: bool = False
+    """Whether this step has the first call of all."""
+    read_seconds: float = 0.0
+    """Seconds of observations of prompts before a first call."""
     seqs: WeakKeyDictionary[SequenceView, _SequenceState] = field(default_factory=WeakKeyDictionary)
 
     @property
     def probe_steps(self) -> int:
         return _PROBE_STEPS if self.traits.learns_from_rows else 1
+
+    @property
+    def never_drafts(self) -> bool:
+        """Whether it only records rows, so that no account limits it."""
+        return not self.traits.max_nodes
 
 
 class AdaptivePolicy:
@@ -69,6 +96,8 @@ class AdaptivePolicy:
         self._now = 0.0
         self._prices = RowPrices(StepCost(), 1, 1)
         self._is_plain = True
+        self._size = 1
+        """Bit length of the number of sequences, the key of accounts."""
         self._num_drafting = 0
         self._pause_end = 0.0
         """Seconds on the clock `_now`."""
@@ -81,6 +110,10 @@ class AdaptivePolicy:
 
     def begin_step(self, cost: StepCost, num_scheduled: int, num_sampling: int) -> None:
         self._prices = RowPrices(cost, num_scheduled, num_sampling)
+        self._size = num_sampling.bit_length()
+        for proposer in self._proposers.values():
+            proposer.planned = 0.0
+            self._account(proposer).set_limit(self._prices.token_seconds, num_sampling)
         has_few_measurements = cost.visits(num_scheduled) < _MIN_PLAIN_STEPS
         self._is_plain = has_few_measurements or self._num_drafting >= _PLAIN_EVERY
         self._next_calls = {}
@@ -98,14 +131,44 @@ class AdaptivePolicy:
             return False
         proposer, state = self._proposers[name], self._state(name, seq)
         pays, next_probe = self._pays(proposer, state.gain), state.next_probe
+        if rival and pays:
+            pays = self._pays(proposer, state.gain - self.gain(rival))
+            next_probe += self._probe_delay(proposer, state.rival_share)
+            if pays:
+                state.rival_share = _MAX_PROBE_SHARE
+        is_due = pays or next_probe <= self._now
+        wait = self._wait(proposer, state, seq, is_probe=not pays)
+        if not rival:
+            # If no slots are granted for the draft, it is not evaluated: the call is still due.
+            due = self._now if is_due else next_probe
+            self._next_calls[name, seq.seq_id] = max(due, self._now + wait)
+        if not is_due or wait:
+            return False
+        if rival and not pays:
+            state.rival_share = max(state.rival_share / 2, _MIN_PROBE_SHARE)
+        elif not pays:
+            proposer.planned += proposer.price.by_sequence
+        self._admit(proposer, state, seq)
+        return True
 
-        # If no slots are granted for the draft, it is not evaluated: then the call is still due.
-        self._next_calls[name, seq.seq_id] = self._now if pays else next_probe
-
-        if pays and rival:
-            pays = self._pays(proposer, state.gain - self._gain(rival))
-            next_probe += self._probe_delay(proposer, _MAX_PROBE_SHARE)
-        return pays or next_probe <= self._now
+    def follows(self, name: str, seq: SequenceView) -> bool:
+        proposer, state = self._proposers[name], self._state(name, seq)
+        if proposer.never_drafts:
+            return True
+        proposer.is_reading |= state.is_new
+        if state.is_admitted:
+            # A draft needs the row of the step before it.
+            next_call = self._next_calls.get((name, seq.seq_id), self._now)
+            steps = self._prices.token_seconds * self._prices.num_sampling
+            is_due = next_call <= self._now + _FOLLOWED_STEPS * steps
+            return is_due and not self._account(proposer).wait()
+        pays = self._pays(proposer, state.gain)
+        is_due = pays or state.next_probe <= self._now
+        if not is_due or self._wait(proposer, state, seq, is_probe=not pays):
+            state.is_missed = True
+            return False
+        self._admit(proposer, state, seq)
+        return True
 
     def max_nodes(self, name: str, seq: SequenceView, limit: int) -> int:
         """Nodes to request: below `limit` if deeper nodes take time and do not pay."""
@@ -156,7 +219,7 @@ class AdaptivePolicy:
         """Estimate the gain of a draft, which decides the next call."""
         proposer, state = self._proposers[name], self._state(name, seq)
         candidate = DraftCandidate(name, draft, state.acceptance.values(draft))
-        gain = self._gain(candidate)
+        gain = self.gain(candidate)
         if state.gain and state.acceptance.is_by_node:
             state.gain += _GAIN_RATE * (gain - state.gain)
         else:
@@ -171,11 +234,14 @@ class AdaptivePolicy:
                 state.next_probe = self._now + self._probe_delay(proposer, state.probe_share)
                 state.probe_share = max(state.probe_share / 2, _MIN_PROBE_SHARE)
         self._next_calls[name, seq.seq_id] = state.next_probe
-        proposer.last = state
+        proposer.last[self._size] = state
         return candidate
 
     def better(self, first: DraftCandidate, second: DraftCandidate) -> DraftCandidate:
-        return second if self._gain(second) > self._gain(first) else first
+        return second if self.gain(second) > self.gain(first) else first
+
+    def gain(self, candidate: DraftCandidate) -> float:
+        return self._prices.gain(candidate.values, indivisible=candidate.draft.indivisible)
 
     def choose_nodes(self, candidates: Mapping[Key, DraftCandidate]) -> dict[Key, list[int]]:
         bundles: list[tuple[float, Key, list[int]]] = []  # mean value of the nodes, key, nodes
@@ -204,8 +270,22 @@ class AdaptivePolicy:
         self._num_drafting += bool(chosen)
         return {key: sorted(nodes) for key, nodes in chosen.items()}
 
-    def record_step(self, seconds: float) -> None:
+    def record_step(self, seconds: float, num_seqs: int) -> None:
         self._now += seconds
+        self._size = num_seqs.bit_length()
+        for proposer in self._proposers.values():
+            proposer.is_pricing = False
+            self._account(proposer).pass_time(seconds)
+
+    def record_savings(self, name: str, seconds: float) -> None:
+        self._account(self._proposers[name]).book(seconds)
+
+    def record_observation(self, name: str, seconds: float) -> None:
+        proposer = self._proposers[name]
+        self._account(proposer).book(-seconds)
+        if proposer.is_reading:
+            proposer.read_seconds += seconds
+        proposer.is_reading = False
 
     def record_acceptance(
         self, seq: SequenceView, candidate: DraftCandidate, tokens: list[int]
@@ -213,19 +293,25 @@ class AdaptivePolicy:
         self._state(candidate.method, seq).acceptance.record(candidate.draft, tokens)
 
     def record_call(self, name: str, nodes: Mapping[SequenceView, int], seconds: float) -> None:
-        price = self._proposers[name].price
-        new = [(seq, state) for seq in nodes if (state := self._state(name, seq)).is_new]
-        if new:
-            price.record_first(sum(len(seq.known) for seq, _ in new), seconds)
-            for _, state in new:
-                state.is_new = False
-        else:
-            price.record(len(nodes), sum(nodes.values()), seconds)
+        proposer = self._proposers[name]
+        price, account = proposer.price, self._account(proposer)
+        states = {seq: self._state(name, seq) for seq in nodes}
+        account.book(sum(state.prepaid for state in states.values()))
+        read = [seq for seq, state in states.items() if state.is_new and not state.is_missed]
+        for state in states.values():
+            state.is_new, state.prepaid = False, 0.0
+        if not read:
+            account.book(-price.record(len(nodes), sum(nodes.values()), seconds))
+            return
+        account.book(-seconds)
+        price.record_first(sum(len(seq.known) for seq in read), seconds + proposer.read_seconds)
+        proposer.read_seconds, proposer.is_pricing = 0.0, False
 
     def forget(self, name: str) -> None:
         proposer = self._proposers[name]
         proposer.acceptance = AcceptanceRates(prior=proposer.traits.acceptance)
-        proposer.last = None
+        proposer.last.clear()
+        proposer.accounts.clear()
         proposer.seqs.clear()
 
     def _add_probe(
@@ -242,15 +328,46 @@ class AdaptivePolicy:
     def _pays(self, proposer: _ProposerState, gain: float) -> bool:
         return gain * self._prices.token_seconds > proposer.price.by_sequence
 
-    def _gain(self, candidate: DraftCandidate) -> float:
-        return self._prices.gain(candidate.values, indivisible=candidate.draft.indivisible)
-
     def _probe_delay(self, proposer: _ProposerState, share: float) -> float:
         seconds = proposer.price.by_sequence
         if proposer.traits.learns_from_rows:
             rows = self._prices.price(_PROBE_NODES) * self._prices.token_seconds
             seconds = _PROBE_STEPS * (seconds + rows)
         return seconds * self._prices.num_sampling / share
+
+    def _account(self, proposer: _ProposerState) -> Account:
+        account = proposer.accounts.get(self._size)
+        if account is None:
+            start = 0.0 if proposer.accounts else START_SECONDS
+            account = proposer.accounts[self._size] = Account(start)
+            account.set_limit(self._prices.token_seconds, self._prices.num_sampling)
+        return account
+
+    def _wait(
+        self, proposer: _ProposerState, state: _SequenceState, seq: SequenceView, *, is_probe: bool
+    ) -> float:
+        """Seconds until the account affords a call; 0: now."""
+        if proposer.never_drafts:
+            return 0.0
+        account, price = self._account(proposer), proposer.price
+        if not state.is_admitted and state.is_new:
+            if proposer.is_pricing:  # the first call tells the price of others
+                return _MAX_PAUSE
+            num_read = 0 if state.is_missed else len(seq.known)
+            return account.wait(price.first_by_token * num_read, has_reserve=is_probe)
+        if is_probe and state.num_failed % proposer.probe_steps == 0:
+            return account.wait(proposer.planned + price.by_sequence)
+        return account.wait()
+
+    def _admit(self, proposer: _ProposerState, state: _SequenceState, seq: SequenceView) -> None:
+        """Let a proposer read a sequence, and book the price, until the first call tells it."""
+        if state.is_admitted or not state.is_new:
+            return
+        state.is_admitted = True
+        proposer.is_pricing = not proposer.price.is_known
+        num_read = 0 if state.is_missed else len(seq.known)
+        state.prepaid = proposer.price.first_by_token * num_read
+        self._account(proposer).book(-state.prepaid)
 
     def _state(self, name: str, seq: SequenceView) -> _SequenceState:
         """State of a proposer on a sequence.
@@ -263,8 +380,9 @@ class AdaptivePolicy:
             state = proposer.seqs[seq] = _SequenceState(AcceptanceRates(proposer.acceptance))
             max_price = _CHEAP_FIRST_CALL * self._prices.token_seconds
             is_cheap = proposer.price.first_by_token <= max_price
-            if proposer.last and (proposer.traits.learns_from_rows or not is_cheap):
-                state.gain = proposer.last.gain
-                state.probe_share = proposer.last.probe_share
-                state.next_probe = proposer.last.next_probe
+            last = proposer.last.get(self._size)
+            if last and (proposer.traits.learns_from_rows or not is_cheap):
+                state.gain = last.gain
+                state.probe_share = last.probe_share
+                state.next_probe = last.next_probe
         return state

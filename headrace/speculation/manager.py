@@ -67,6 +67,10 @@ class StepDrafts(Generic[Item]):
     candidates: dict[Item, list[DraftCandidate]] = field(default_factory=dict)
     """All drafts, whether or not they run."""
     methods: dict[Item, str] = field(default_factory=dict)
+    rival_gains: dict[Item, float] = field(default_factory=dict)
+    """Tokens that the best draft of another proposer should gain."""
+    overhead: float = 0.0
+    """Seconds of this manager in the step, without calls."""
 
 
 class SpeculationManager:
@@ -86,7 +90,7 @@ class SpeculationManager:
         traits = {name: guard.traits for name, guard in self._guards.items()}
         self.needs_logits = any(each.needs_logits for each in traits.values())
         self.needs_hidden = any(each.needs_hidden or each.needs_taps for each in traits.values())
-        self._always_observe = [name for name, each in traits.items() if each.needs_taps]
+        self._reads_rows = [name for name, each in traits.items() if each.needs_taps]
         self._max_nodes = {
             name: min(each.max_nodes, config.max_draft_tokens) for name, each in traits.items()
         }
@@ -127,6 +131,7 @@ class SpeculationManager:
         """
         if self.is_paused:
             return None, {}
+        start = self._clock()
         limits = {
             item: limit
             for item in scheduled
@@ -151,9 +156,11 @@ class SpeculationManager:
                 drafts.calls[name] = nodes
             for item, num_nodes in nodes.items():
                 requested[item] = max(requested.get(item, 0), num_nodes)
+        drafts.overhead = self._clock() - start
         return drafts, requested
 
     def draft(self, drafts: StepDrafts[Item]) -> None:
+        began = self._clock()
         granted = dict.fromkeys(
             item for nodes in drafts.calls.values() for item in nodes if item.draft_budget
         )
@@ -179,6 +186,7 @@ class SpeculationManager:
         for item in granted:
             if not item.draft.tokens:
                 item.give_back_draft_budget()
+        drafts.overhead += self._clock() - began - sum(drafts.call_seconds.values())
 
     def observe(
         self,
@@ -204,17 +212,19 @@ class SpeculationManager:
             self._cost(scheduled).record(num_rows, (seconds - call_seconds) / num_launches)
             self._last_record = now
 
-        self._policy.record_step(seconds)
+        self._policy.record_step(seconds, len(scheduled))
         if drafts:
             # Drafts that did not run are measured too: the new tokens show which nodes were right.
             for commit in commits:
                 item = scheduled[commit.source]
                 for candidate in drafts.candidates.get(item, ()):
                     self._policy.record_acceptance(item.seq, candidate, commit.tokens)
+            drafts.overhead += self._clock() - now
         if not self.is_paused or (drafts and drafts.calls):
             self._notify(list(self._guards), scheduled, commits, result, drafts)
-        elif self._always_observe:
-            self._notify(self._always_observe, scheduled, commits, result, drafts)
+        elif self._reads_rows and num_rows > len(scheduled):
+            # Prompts are followed from their beginning, even during a pause.
+            self._notify(self._reads_rows, scheduled, commits, result, drafts)
 
     def _cost(self, scheduled: Sequence[Item]) -> StepCost:
         return self._costs[len(scheduled).bit_length()]
@@ -234,7 +244,11 @@ class SpeculationManager:
             if candidate.draft.tokens:
                 drafts.candidates.setdefault(item, []).append(candidate)
                 rival = best.get(item)
-                best[item] = self._policy.better(rival, candidate) if rival else candidate
+                best[item] = chosen = self._policy.better(rival, candidate) if rival else candidate
+                if rival:
+                    other = rival if chosen is candidate else candidate
+                    gain = self._policy.gain(other)
+                    drafts.rival_gains[item] = max(drafts.rival_gains.get(item, 0.0), gain)
 
     def _notify(
         self,
@@ -245,28 +259,26 @@ class SpeculationManager:
         drafts: StepDrafts[Item] | None,
     ) -> None:
         seqs: list[SequenceView] = [item.seq for item in scheduled]
-        observed: list[Commit] = []
-        for commit in commits:
-            item = scheduled[commit.source]
-            observed.append(
-                Commit(
-                    source=commit.source,
-                    path=commit.path,
-                    tokens=commit.tokens,
-                    logprobs=commit.logprobs,
-                    row=item.first_sample_row,
-                    draft=NO_DRAFT if item.forced else item.draft,
-                    rows=item.rows,
-                    position=item.end - item.num_scheduled + item.num_launches - 1,
-                )
-            )
+        shown: dict[int, Commit] = {}
         for name in names:
             start = self._clock()
-            self._guards[name].observe(seqs, observed, result)
+            if self._guards[name].traits.observes:
+                followed = [
+                    commit
+                    for commit in commits
+                    if name not in self._reads_rows
+                    or self._policy.follows(name, scheduled[commit.source].seq)
+                ]
+                observed = [_shown(scheduled[each.source], each, shown) for each in followed]
+                if observed or not commits:
+                    self._guards[name].observe(seqs, observed, result)
+            seconds = self._clock() - start
             if drafts and name in drafts.call_seconds:
-                seconds = drafts.call_seconds[name] + self._clock() - start
+                seconds += drafts.call_seconds[name] + drafts.overhead / len(drafts.call_seconds)
                 nodes = {item.seq: count for item, count in drafts.num_drafted[name].items()}
                 self._policy.record_call(name, nodes, seconds)
+            else:
+                self._policy.record_observation(name, seconds)
 
     def _count_savings(
         self, scheduled: Sequence[Item], commits: list[Commit], drafts: StepDrafts[Item]
@@ -295,8 +307,27 @@ class SpeculationManager:
                 seconds_saved=accepted * token_seconds - proposed * row_seconds - call_seconds,
                 seconds=call_seconds,
             )
+            rival_seconds = drafts.rival_gains.get(item, 0.0) * token_seconds
+            self._policy.record_savings(name, stats.seconds_saved + call_seconds - rival_seconds)
             self.stats[name] = self.stats[name].plus(stats)
             item.draft_stats[name] = item.draft_stats.get(name, DraftStats()).plus(stats)
+
+
+def _shown(item: ScheduledView, commit: Commit, shown: dict[int, Commit]) -> Commit:
+    """The commit as proposers see it; `shown` keeps those that were made."""
+    made = shown.get(id(commit))
+    if made is None:
+        made = shown[id(commit)] = Commit(
+            source=commit.source,
+            path=commit.path,
+            tokens=commit.tokens,
+            logprobs=commit.logprobs,
+            row=item.first_sample_row,
+            draft=NO_DRAFT if item.forced else item.draft,
+            rows=item.rows,
+            position=item.end - item.num_scheduled + item.num_launches - 1,
+        )
+    return made
 
 
 def _permitted(seq: SequenceView, draft: DraftTree) -> DraftTree:

@@ -54,7 +54,20 @@ class DraftPolicy(Protocol):
     def choose_nodes(self, candidates: Mapping[Key, DraftCandidate]) -> dict[Key, list[int]]:
         """Return the nodes to run of each candidate, ascending and with their parents."""
 
-    def record_step(self, seconds: float) -> None: ...
+    def follows(self, name: str, seq: SequenceView) -> bool:
+        """Whether a proposer that reads rows keeps those of a sequence in this step."""
+
+    def gain(self, candidate: DraftCandidate) -> float:
+        """Tokens that a draft should gain, less the price of its rows."""
+
+    def record_step(self, seconds: float, num_seqs: int) -> None:
+        """Record the seconds of a step of `num_seqs` sequences."""
+
+    def record_savings(self, name: str, seconds: float) -> None:
+        """Record the seconds that drafts saved in a step, less those of their rows."""
+
+    def record_observation(self, name: str, seconds: float) -> None:
+        """Record the seconds that a proposer observed a step, without a call."""
 
     def record_acceptance(
         self, seq: SequenceView, candidate: DraftCandidate, tokens: list[int]
@@ -98,7 +111,19 @@ class FixedPolicy:
             key: list(range(len(candidate.draft.tokens))) for key, candidate in candidates.items()
         }
 
-    def record_step(self, seconds: float) -> None:
+    def follows(self, name: str, seq: SequenceView) -> bool:
+        return True
+
+    def gain(self, candidate: DraftCandidate) -> float:
+        return 0.0
+
+    def record_step(self, seconds: float, num_seqs: int) -> None:
+        pass
+
+    def record_savings(self, name: str, seconds: float) -> None:
+        pass
+
+    def record_observation(self, name: str, seconds: float) -> None:
         pass
 
     def record_acceptance(

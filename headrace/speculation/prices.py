@@ -23,16 +23,29 @@ class CallPrice:
         """Seconds of a later call and of observing the step."""
         self.by_node = 0.0
 
+        self.is_known = False
+        """Whether a first call was recorded."""
+        self._was_long = False
+
     def record_first(self, num_tokens: int, seconds: float) -> None:
         change = seconds / num_tokens - self.first_by_token
         self.first_by_token += change * (_PRICE_RATE if self.first_by_token else 1)
+        self.is_known = True
 
-    def record(self, num_seqs: int, num_nodes: int, seconds: float) -> None:
-        if self.by_sequence:
-            seconds = min(seconds, _MAX_PRICE_RISE * self.by_sequence * num_seqs)
+    def record(self, num_seqs: int, num_nodes: int, seconds: float) -> float:
+        """Record a later call, and return its seconds without an interruption.
+
+        Only one long call counts as interrupted. If the next is as long, calls became longer.
+        """
+        longest = _MAX_PRICE_RISE * self.by_sequence * num_seqs
+        is_long = bool(self.by_sequence) and seconds > longest
+        if is_long and not self._was_long:
+            seconds = longest
+        self._was_long = is_long
         self.by_sequence += (seconds / num_seqs - self.by_sequence) * _PRICE_RATE
         if num_nodes:
             self.by_node += (seconds / num_nodes - self.by_node) * _PRICE_RATE
+        return seconds
 
 
 class RowPrices:

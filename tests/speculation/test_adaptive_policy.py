@@ -62,7 +62,7 @@ def first_drafting_step(
     for name in traits or {"m": CHAIN}:
         policy.record_call(name, dict.fromkeys(seqs, 1), 0.0)
         policy.record_call(name, dict.fromkeys(seqs, 1), 10 * price * len(seqs))
-    policy.record_step(0.5)
+    policy.record_step(0.5, len(seqs))
     begin(policy, len(seqs), machine)
     return policy
 
@@ -79,10 +79,10 @@ def next_probe_is_in(
     The time moves to a moment after that.
     """
     assert policy.pause_seconds == pytest.approx(min(seconds, 0.1))
-    policy.record_step(seconds * 0.999)
+    policy.record_step(seconds * 0.999, num_sampling)
     begin(policy, num_sampling)
     early = policy.should_call("m", seq)
-    policy.record_step(seconds * 0.002)
+    policy.record_step(seconds * 0.002, num_sampling)
     begin(policy, num_sampling)
     return not early and policy.should_call("m", seq) and policy.pause_seconds == 0
 
@@ -102,10 +102,10 @@ class TestBegin:
         policy = AdaptivePolicy({"m": CHAIN})
         begin(policy)
         assert policy.pause_seconds == pytest.approx(0.1)
-        policy.record_step(0.03)
-        policy.record_step(0.03)
+        policy.record_step(0.03, 1)
+        policy.record_step(0.03, 1)
         assert policy.pause_seconds == pytest.approx(0.04)
-        policy.record_step(0.1)
+        policy.record_step(0.1, 1)
         assert policy.pause_seconds == 0
 
     def test_one_step_after_32_with_drafts_is_plain(self) -> None:
@@ -281,7 +281,7 @@ class TestRivals:
         policy.evaluate("m", seq, draft)
         asked = []
         for _ in range(2):
-            policy.record_step(0.0011 * num_sampling)
+            policy.record_step(0.0011 * num_sampling, num_sampling)
             begin(policy, num_sampling)
             asked.append(policy.should_call("m", seq, DraftCandidate("n", chain(1), [0.9])))
         assert asked == [False, True]
@@ -446,7 +446,7 @@ def test_a_call_without_granted_slots_is_due_in_the_next_step() -> None:
     assert policy.pause_seconds == 0
     policy.evaluate("oracle", seq, NO_DRAFT)
     policy.record_call("oracle", {seq: 8}, 0.001)
-    policy.record_step(0.002)
+    policy.record_step(0.002, 1)
     policy.begin_step(cost, 1, 1)
     assert policy.should_call("oracle", seq)  # a first call sets no price
     policy.record_call("oracle", {seq: 8}, 0.001)

@@ -14,6 +14,7 @@ from headrace.batch import NO_DRAFT, Commit, DraftTree, RaggedBatch
 from headrace.logit_ops import StepResult
 from headrace.proposer import Pays, ProposerTraits, always_pays
 from headrace.sampling_params import SamplingParams
+from headrace.speculation.account import START_SECONDS
 from headrace.speculation.proposers.trees import prune
 from tests.engine.toy import VOCAB, ToyExecutable, toy_engine, toy_logits
 from tests.tiny import run_all
@@ -71,18 +72,21 @@ def serve(
     seqs: int = 1,
     jitter: float = 0.0,
     warm: bool = True,
+    prompt_len: int = 2,
+    max_tokens: int = LENGTH,
+    rounds: int = 1,
     **config: Any,
 ) -> tuple[float, Any, list[Any]]:
     """Serve `seqs` greedy requests at once; returns simulated seconds, statistics and tokens.
 
-    With `warm` the engine has served the same requests before. A step takes `step_ms(rows)`
-    milliseconds. With `jitter` it takes up to that share more, and 2 % of the steps take five times
-    as long.
+    `rounds` repeats this with other prompts. The tokens are those of the last. With `warm` the
+    engine has served the same requests before. A step takes `step_ms(rows)` milliseconds. With
+    `jitter` it takes up to that share more, and 2 % of the steps take five times as long.
     """
     clock, rng = Clock(), random.Random(1)
     options = {"adaptive_speculation": True, "max_draft_tokens": 8} | config
     engine = toy_engine(
-        max_model_len=LENGTH + 20,
+        max_model_len=prompt_len + max_tokens + 20,
         num_blocks=2000,
         proposer=proposers(clock),
         clock=clock,
@@ -102,13 +106,15 @@ def serve(
         return run(batch)
 
     executable.forward = timed  # type: ignore[method-assign]
-    params = SamplingParams(temperature=0, max_tokens=LENGTH)
-    requests = [([i % VOCAB, i // VOCAB], params) for i in range(seqs)]
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    prompts = [[i % VOCAB, i // VOCAB] * (prompt_len // 2) for i in range(seqs * rounds)]
+    requests = [(prompt, params) for prompt in prompts]
     start = 0.0
     if warm:
-        run_all(engine, requests)
+        run_all(engine, requests[:seqs])
         start = clock.now
-    results = run_all(engine, requests)
+    for first in range(0, len(requests), seqs):
+        results = run_all(engine, requests[first : first + seqs])
     return clock.now - start, engine.stats(), [result.outputs[0].token_ids for result in results]
 
 
@@ -304,7 +310,7 @@ def test_drafts_end_below_nodes_of_low_confidence() -> None:
     seconds, stats, _ = serve(step_ms, make)
     lengths = confident[0].lengths
     assert median(lengths[0]) == 1 and median(lengths[1]) > 2
-    assert plain / seconds > 1.05 and stats.accepted > 0.6 * stats.drafted
+    assert plain / seconds > 1.1 and stats.accepted > 0.5 * stats.drafted
 
 
 @pytest.mark.parametrize(("right", "depths"), [(0.3, range(1, 3)), (0.95, range(6, 9))])
@@ -413,7 +419,7 @@ def test_drafts_have_at_most_max_draft_tokens() -> None:
 
 
 class Reader(Oracle):
-    """Takes 60 ms to read the prompt in a first call, and drafts after ten tokens."""
+    """Takes 40 ms to read the prompt in a first call, and drafts after ten tokens."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(lambda position: 0.95, clock, seconds=0.00003)
@@ -421,7 +427,7 @@ class Reader(Oracle):
 
     def propose(self, seqs: list[Any], budgets: list[int]) -> list[DraftTree]:
         assert self._clock
-        self._clock.now += 0.06 * len({seq.seq_id for seq in seqs} - self._read)
+        self._clock.now += 0.04 * len({seq.seq_id for seq in seqs} - self._read)
         self._read |= {seq.seq_id for seq in seqs}
         drafts = super().propose(seqs, budgets)
         return [
@@ -436,3 +442,73 @@ def test_the_first_output_has_drafts_as_soon_as_they_are_right() -> None:
     plain, _, _ = serve(step_ms, lambda clock: {}, warm=False)
     seconds, stats, _ = serve(step_ms, lambda clock: {"reader": Reader(clock)}, warm=False)
     assert stats.accepted > 0.6 * LENGTH and plain / seconds > 2
+
+
+class RowReader(Oracle):
+    """Reads rows of the target: `read` seconds a prompt token, 0.02 ms a step, 0.3 ms a call."""
+
+    traits = ProposerTraits(
+        4, in_engine_thread=True, time_limit=None, needs_taps=True, acceptance=(0.5,)
+    )
+
+    def __init__(self, right: float, clock: Clock, read: float) -> None:
+        super().__init__(lambda position: right)
+        self._wall, self._read = clock, read
+        self.num_followed = 0
+
+    def propose(self, seqs: list[Any], budgets: list[int]) -> list[DraftTree]:
+        self._wall.now += 0.0003 * len(seqs)
+        return super().propose(seqs, budgets)
+
+    def observe(self, seqs: list[Any], commits: list[Commit], result: StepResult) -> None:
+        self.num_followed += len(commits)
+        rows = sum(len(commit.rows) for commit in commits if len(commit.rows) > 1)
+        self._wall.now += 0.00002 * len(commits) + self._read * rows
+
+
+@pytest.mark.parametrize("seqs", [1, 4, 8])
+def test_short_requests_pay_no_probe_each(seqs: int) -> None:
+    """A drafter that is never right loses an allowance for the engine, not for each request."""
+    readers: list[RowReader] = []
+
+    def make(clock: Clock) -> dict[str, Any]:
+        readers.append(RowReader(0.0, clock, 0.0003))
+        return {"reader": readers[0]}
+
+    size: dict[str, Any] = {"seqs": seqs, "prompt_len": 100, "max_tokens": 20, "rounds": 30}
+    step_ms = STEP_MS["memory alone"]
+    plain, _, expected = serve(step_ms, lambda clock: {}, warm=False, **size)
+    seconds, stats, tokens = serve(step_ms, make, warm=False, **size)
+    assert tokens == expected and stats.proposer_failures == 0
+    assert seconds < 1.02 * plain + START_SECONDS + 0.02
+    assert readers[0].num_followed > 0
+
+
+def test_a_reader_of_rows_that_is_right_drafts_early() -> None:
+
+    def step_ms(rows: int) -> float:
+        return 2.5 + 0.01 * rows
+
+    size: dict[str, Any] = {"seqs": 4, "prompt_len": 100, "max_tokens": 60, "rounds": 6}
+    plain, _, expected = serve(step_ms, lambda clock: {}, warm=False, **size)
+    seconds, stats, tokens = serve(
+        step_ms, lambda clock: {"reader": RowReader(0.9, clock, 0.00003)}, warm=False, **size
+    )
+    assert tokens == expected and stats.drafts["reader"].accepted > 250
+    assert plain / seconds > 1.05
+
+
+@pytest.mark.parametrize(("right", "seqs"), [(0.5, 1), (0.8, 1), (0.8, 4)])
+def test_a_quick_proposer_loses_little_by_a_slow_one(right: float, seqs: int) -> None:
+    """Both draft as well, so the slow one is worth no call. It may only lose its allowance."""
+
+    def quick(clock: Clock) -> dict[str, Any]:
+        return {"quick": Oracle(lambda position: right)}
+
+    def both(clock: Clock) -> dict[str, Any]:
+        return {**quick(clock), "slow": Oracle(lambda position: right, clock, seconds=0.0005)}
+
+    step_ms = STEP_MS["memory alone"]
+    alone, _, _ = serve(step_ms, quick, seqs=seqs, rounds=8)
+    seconds, _, _ = serve(step_ms, both, seqs=seqs, rounds=8)
+    assert seconds < 1.02 * alone + START_SECONDS

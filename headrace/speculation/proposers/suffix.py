@@ -43,7 +43,11 @@ class SuffixProposer:
 
     def __init__(self, max_nodes: int, max_corpus_tokens: int = _MAX_CORPUS_TOKENS) -> None:
         self.traits = ProposerTraits(
-            max_nodes, in_engine_thread=True, time_limit=None, acceptance=_ACCEPTANCE
+            max_nodes,
+            in_engine_thread=True,
+            time_limit=None,
+            acceptance=_ACCEPTANCE,
+            observes=False,
         )
         self._corpus = _Corpus(max_corpus_tokens)
         self._transcripts: WeakKeyDictionary[SequenceView, _Transcript] = WeakKeyDictionary()
