@@ -4,7 +4,8 @@ exit of a model; or with `--machine` the speed of this machine's kernels.
 The model writes a text, and sets of its own layers predict every token of it. The best set, the
 suffix tree, layers for drafts in the model's files, and the draft models and Medusa heads that you
 name are then timed against plain decoding, with 1, 4 and 16 sequences at once. The suggestion was
-faster for one sequence, and at least 0.97 times as fast as plain decoding for more.
+faster for one sequence in each of three rounds, and at least 0.97 times as fast as plain decoding
+for more.
 
 `--early-exit` finds where clear tokens may leave, in place of drafts, and writes a file for the
 lossy option of the same name.

@@ -79,7 +79,9 @@ def measured(name: str, *speeds: tuple[float, ...]) -> MeasuredDrafter:
 @pytest.mark.parametrize(
     ("drafters", "suggested"),
     [
-        ([measured("a", (1.3, 1.1, 0.9), (1.0,), (0.97,))], "a"),
+        ([measured("a", (1.3, 1.1, 1.01), (1.0,), (0.97,))], "a"),
+        ([measured("a", (1.3, 1.1, 0.99), (1.0,), (1.0,))], None),
+        ([measured("a", (1.3,), (1.0, 1.1, 0.9), (1.0,))], "a"),
         ([measured("a", (1.3,), (1.2,), (0.96,))], None),
         ([measured("a", (1.0,), (1.2,), (1.2,))], None),
         ([measured("a", (2.0,), (0.9,), (1.0,)), measured("b", (1.1,), (1.0,), (1.0,))], "b"),
