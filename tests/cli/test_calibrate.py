@@ -118,8 +118,8 @@ def test_calibrate_beyond_memory(
 @pytest.mark.parametrize(
     ("speedups", "last"),
     [
-        ((1.3, 1.1, 0.9), "Suggestion: proposer='self_draft', draft_layers=2, draft_depth=3"),
-        ((1.3, 0.9, 0.8), NOTHING_PAYS),
+        ((1.3, 1.1, 1.01), "Suggestion: proposer='self_draft', draft_layers=2, draft_depth=3"),
+        ((1.3, 1.1, 0.9), NOTHING_PAYS),
         ((1.0, 1.0, 1.0), NOTHING_PAYS),
     ],
 )
