@@ -58,7 +58,8 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="prompts, one a line or JSON lines with messages (default: the model writes them)",
+        help="prompts, one a line or JSON lines with messages (default: prompts that the model "
+        "writes, and questions and tasks from lists)",
     )
     answers.add_argument(
         "--answers",
@@ -78,8 +79,8 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
         "--temperature",
         type=number(0, 100),
         metavar="T",
-        default=0.0,
-        help="temperature of the answers; 0: the likeliest tokens",
+        help="temperature of the answers that are trained on; 0: the likeliest tokens, which "
+        "held-out answers always have (default: 0.6 for a drafter, 0 for a student)",
     )
 
 
@@ -152,7 +153,7 @@ def _run_draft(args: argparse.Namespace) -> int:
         answers=args.answers,
         prompts=args.prompts,
         num_tokens=args.tokens,
-        temperature=args.temperature,
+        temperature=DraftOptions.temperature if args.temperature is None else args.temperature,
         kind=args.drafter or DraftOptions.kind,
         taps=args.taps or (),
         vocab_size=args.vocab_size or VOCAB_SIZE,

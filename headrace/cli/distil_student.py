@@ -105,7 +105,7 @@ def run_student(args: argparse.Namespace) -> int:
         answers=args.answers,
         prompts=args.prompts,
         num_tokens=args.tokens,
-        temperature=args.temperature,
+        temperature=args.temperature or 0.0,
         steps=args.steps or 0,
         minutes=args.minutes or StudentOptions.minutes,
         learning_rate=args.learning_rate or StudentOptions.learning_rate,

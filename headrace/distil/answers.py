@@ -40,6 +40,8 @@ SHARD_TOKENS = 16_384
 """Tokens after which a shard is complete."""
 HELD_OUT_SHARE = 16
 """Of so many prompts, one is held out of training."""
+LOOP_TOKENS = 16
+"""Tokens of an answer that repeat earlier ones of it, from which on the answer counts as a loop."""
 _META = "meta.json"
 _SHARED = ("finished", "num_sequences", "num_tokens", "num_answer_tokens")
 """Fields of `Meta` that do not say what is recorded."""
@@ -58,6 +60,7 @@ class Meta:
     """Hash of the file of prompts; empty: the model wrote them."""
     seed: int
     temperature: float
+    """Temperature of the answers, except for those that are held out, which are greedy."""
     max_tokens: int
     """Maximum tokens of an answer."""
     wanted_tokens: int
@@ -123,6 +126,20 @@ def is_held_out(prompt: Sequence[int] | Ints) -> bool:
     """Whether the answer to a prompt, as token ids, is for evaluation only."""
     digest = blake2b(np.asarray(prompt, "<i4").tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % HELD_OUT_SHARE == 0
+
+
+def loop_start(answer: Sequence[int]) -> int:
+    """Return the index of the first token of an answer's first loop; its length without a loop.
+
+    A loop begins with `LOOP_TOKENS` tokens that the answer has had before.
+    """
+    seen = set[tuple[int, ...]]()
+    for start in range(len(answer) - LOOP_TOKENS + 1):
+        run = tuple(answer[start : start + LOOP_TOKENS])
+        if run in seen:
+            return start
+        seen.add(run)
+    return len(answer)
 
 
 def open_answers(folder: Path) -> "AnswerSet":

@@ -15,7 +15,7 @@ from torch import Tensor
 from headrace.checkpoint.load import Checkpoint
 from headrace.distil.answers import AnswerSet
 from headrace.distil.draft_layer import DraftLayer, shifted
-from headrace.distil.draft_loss import SoftCrossEntropy
+from headrace.distil.draft_loss import SoftCrossEntropy, padded
 from headrace.distil.draft_start import copy_target, ridge, stored_matrix
 from headrace.distil.packing import Batch, Piece, TrainingOrder, cut, packed
 from headrace.errors import RequestError, UnsupportedModelError
@@ -213,7 +213,7 @@ class DraftStudent:
     def loss(self, step: int, num_drafts: int = DEPTH) -> tuple[Tensor, int]:
         """Return the mean cross-entropy over the drafts of all answer pairs of a batch."""
         inputs = self._inputs(self._order.batch(step))
-        logits = self._target_logits(inputs.final, self._drafted_head)
+        logits = self._target_logits(padded(inputs.final), self._drafted_head)
         probabilities = logits.softmax(-1).to(self.dtype)
         depths = inputs.depths
         number = torch.cumsum(depths >= 0, 0) - 1
@@ -225,22 +225,26 @@ class DraftStudent:
             weights.append(torch.full((len(chosen),), _STEP_DECAY**i))
         weight = torch.cat(weights)
         weight /= weight.sum().clamp(min=1e-9)
+        # Rows of padding have no weight.
         loss: Tensor = SoftCrossEntropy.apply(
-            torch.cat(rows),
+            padded(torch.cat(rows)),
             self.module.lm_head.weight,
             probabilities,
-            torch.cat(index),
-            weight,
+            padded(torch.cat(index)),
+            padded(weight),
         )
         return loss, inputs.num_tokens
 
     @torch.no_grad()
     def evaluate(self) -> Mapping[str, float]:
         """Return the share of drafts at depths 1 to 4 that the target would write (greedy), and the
-        tokens of a step with a chain of 4 drafts.
+        tokens of a step with chains of 4 drafts.
+
+        As in the engine, the next chain begins after the accepted drafts of the last one. A mean
+        over chains from all tokens would count texts that are easy to draft more often.
         """
         right, count = np.zeros(DEPTH), np.zeros(DEPTH)
-        accepted, chains = 0, 0
+        num_tokens, num_steps = 0, 0
         matrix = self.module.lm_head.weight.to(self.dtype)
         for number, batch in enumerate(self._held_out):
             inputs = self._inputs(batch)
@@ -256,14 +260,15 @@ class DraftStudent:
                 right[i] += int(agreed[i].sum())
                 count[i] += int(chosen.sum())
             # A chain that starts at pair p has the drafts of step i at pair p + i.
-            alive = is_answer
+            alive, accepted = is_answer, torch.zeros_like(inputs.depths)
             for i in range(DEPTH):
                 alive = alive & _earlier(agreed[i], i)
-                accepted += int(alive.sum())
-            chains += int(is_answer.sum())
+                accepted += alive
+            num_tokens += int(is_answer.sum())
+            num_steps += _num_steps(accepted.tolist(), inputs.depths.tolist())
         shares = right / np.maximum(count, 1)
         figures = {f"acceptance_{i}": float(share) for i, share in enumerate(shares, 1)}
-        return figures | {"tokens_per_step": 1 + accepted / max(chains, 1)}
+        return figures | {"tokens_per_step": num_tokens / max(num_steps, 1)}
 
     def summary(self, figures: Mapping[str, float]) -> str:
         """Return the held-out figures in a few words."""
@@ -327,6 +332,22 @@ def product_type() -> torch.dtype:
     """bfloat16 if the processor multiplies it, otherwise float32."""
     able = torch.cpu.get_capabilities()
     return torch.bfloat16 if able.get("avx512_bf16") or able.get("amx_bf16") else torch.float32
+
+
+def _num_steps(accepted: Sequence[int], depths: Sequence[int]) -> int:
+    """Return the number of steps that write the answers in a batch.
+
+    `accepted` has the number of right drafts of the chain from each pair; `depths` is as in
+    `_Inputs`. A step from a pair writes one token more than it accepts.
+    """
+    count, following = 0, 0
+    for pair, depth in enumerate(depths):
+        if depth == 0:
+            following = pair
+        if depth >= 0 and pair == following:
+            count += 1
+            following = pair + 1 + accepted[pair]
+    return count
 
 
 def _earlier(x: Tensor, count: int) -> Tensor:

@@ -66,7 +66,8 @@ class DraftLayer(nn.Module):
             if step:
                 inputs, residual = self._of_itself(tokens, shifted(results[-1], 1, 1))
             hidden = ~(same & (distance >= step))[:, None, None]
-            results.append(self.midlayer(inputs, residual, turns, hidden, keys))
+            bias = torch.zeros_like(hidden, dtype=inputs.dtype).masked_fill_(hidden, -torch.inf)
+            results.append(self.midlayer(inputs, residual, turns, bias, keys))
         return results
 
     def pairs(self, embeddings: Tensor, rows: Tensor, *, own: bool) -> Tensor:
@@ -123,11 +124,11 @@ class _Layer(nn.Module):
         inputs: Tensor,
         residual: Tensor,
         turns: tuple[Tensor, Tensor],
-        hidden: Tensor,
+        bias: Tensor,
         keys: Keys,
     ) -> Tensor:
         """Append the keys of a step to `keys`, and return its rows."""
-        x = residual + self.self_attn(inputs, turns, hidden, keys)
+        x = residual + self.self_attn(inputs, turns, bias, keys)
         normed = self.post_attention_layernorm(x).to(inputs.dtype)
         result: Tensor = x + self.mlp(normed)
         return result
@@ -148,7 +149,7 @@ class _Attention(nn.Module):
         self.o_proj = _Linear(q_width, spec.dim)
 
     def forward(
-        self, pair: Tensor, turns: tuple[Tensor, Tensor], hidden: Tensor, keys: Keys
+        self, pair: Tensor, turns: tuple[Tensor, Tensor], bias: Tensor, keys: Keys
     ) -> Tensor:
         batch, length, _ = pair.shape
         q = self._split(self.q_proj(pair), self._heads) * self._width**-0.5
@@ -161,7 +162,7 @@ class _Attention(nn.Module):
         scores = (q @ first_keys.transpose(2, 3)).reshape(
             batch, self._kv_heads, group, length, length
         )
-        scores = scores.masked_fill_(hidden, float("-inf"))
+        scores += bias
         q = q.reshape(batch, self._kv_heads, group, length, self._width)
         later = [
             (shifted(k, 2, step - i), shifted(v, 2, step - i))

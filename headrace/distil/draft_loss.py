@@ -10,7 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ROWS = 1024
+_ROWS = 2048
+"""Rows whose logits exist at once."""
+_PADDING = 256
+
+
+def padded(x: Tensor) -> Tensor:
+    """Add zeros, so that the length of the first axis is a multiple of 256.
+
+    oneDNN keeps a compiled product, with its memory, for each new number of rows.
+    """
+    num_added = -len(x) % _PADDING
+    return torch.cat([x, x.new_zeros(num_added, *x.shape[1:])]) if num_added else x
 
 
 class SoftCrossEntropy(torch.autograd.Function):

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 VOCAB_SIZE = 8192
 LEARNING_RATES = {"joined": 6e-5, "eagle3": 1e-3}
 """The first weights of a joined layer draft well already, and large steps lose that."""
-_MAX_TOKENS = 400
-"""Maximum tokens of an answer, so that most answers with their prompts fit a row of a batch."""
+_MAX_TOKENS = 192
+"""Maximum tokens of an answer: more different answers in place of the ends of long ones."""
 
 
 @frozen(kw_only=True)
@@ -45,8 +45,8 @@ class DraftOptions:
     """File of prompts; None: the model writes them."""
     num_tokens: int = 300_000
     """Answer tokens to record."""
-    temperature: float = 0.0
-    """Temperature of the answers."""
+    temperature: float = 0.6
+    """Temperature of the answers that are trained on; those that are held out are greedy."""
     taps: tuple[int, ...] = ()
     """Layers before which rows are taken; empty: `default_taps`."""
     kind: Literal["joined", "eagle3"] = "joined"

@@ -1,17 +1,22 @@
-"""Prompts that a model answers: those of a file, or prompts that the model writes itself.
+"""Prompts that a model answers: those of a file, or various prompts without a file.
 
 A model that was trained on conversations writes a user's message when it goes on after the head of
-a user turn (Magpie, Xu et al. 2024). A model without a chat template goes on after its first token.
+a user turn (Magpie, Xu et al. 2024). Other prompts come from lists (`prompt_forms.py`): questions,
+and tasks about texts and code that the model writes first. A model without a chat template goes on
+after its first token.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.checkpoint.tokenizer import Tokenizer
+from headrace.distil import prompt_forms
 from headrace.errors import RequestError
 from headrace.prompts import PromptReader
 from headrace.record import frozen
@@ -21,7 +26,7 @@ _MARK = "headrace-user-message"
 _MIN_TOKENS = 4
 _MAX_MESSAGE = 160
 """Maximum tokens of a message that a model writes itself."""
-_MAX_TEXT = 320
+_MAX_TEXT = 224
 """Maximum tokens of a text for a task."""
 _BASE_TOKENS = 24
 """Tokens that a model without a chat template writes as a prompt."""
@@ -33,17 +38,26 @@ REASON_FIRST = (
 )
 _TOPICS = (
     ("", ""),
-    ("", ""),
     ("The user has a question about everyday life, science, history or health.", ""),
     ("The user asks for help with a program: to write, explain, test or correct code.", ""),
     ("", "Summarize the following article in a few sentences.\n\nThe"),
     ("The user asks for a letter, an e-mail, a story, a plan or a list.", ""),
     ("The user has a problem of arithmetic or logic, with all its numbers.", ""),
-    ("", "Add comments and error handling to this code:\n\n```python\ndef"),
 )
 """A system message and the first words of the user's, under which a model writes messages in turn;
 no system message: that of its template.
 """
+_KINDS = "message question message text message question code message".split() + (
+    "question text message follow_up message question code text".split()
+)
+"""The kinds of prompts, in turn: a message that the model writes, a question, a task about a text
+or code, a second message.
+"""
+_MESSAGE_TEMPERATURE = 0.9
+_TEXT_TEMPERATURE = 0.7
+_BASE_TEMPERATURE = 0.75
+
+Messages = list[dict[str, str]]
 
 
 class TeacherPrompt(NamedTuple):
@@ -55,17 +69,19 @@ class TeacherPrompt(NamedTuple):
     """The prompt that the model answers: the same, or one that asks for its reasoning, too."""
 
 
-@frozen
+@frozen(kw_only=True)
 class PromptStart:
-    """The start of a prompt that a model writes itself."""
+    """The start of a prompt, of which a model writes the rest or a part."""
 
-    tokens: tuple[int, ...]
-    max_tokens: int
-    """Maximum tokens that the model writes."""
-    ends: bool
-    """Whether the model ends the prompt itself."""
-    opening: str = ""
-    """First words of the user's message, at the end of `tokens`."""
+    tokens: tuple[int, ...] = ()
+    """Tokens that the model goes on with."""
+    max_tokens: int = 0
+    """Maximum tokens that the model writes; 0: the prompt is complete."""
+    temperature: float = _MESSAGE_TEMPERATURE
+    ends: bool | None = None
+    """Whether the model ends its text itself; None: it may."""
+    conversation: Callable[[str], Messages]
+    """Makes the messages of the prompt from the text that the model wrote."""
 
 
 def file_hash(path: Path | None) -> str:
@@ -103,12 +119,33 @@ class PromptMaker:
             raise RequestError(f"{path} has no prompts; write one in each line")
         return prompts
 
-    def start(self, index: int) -> PromptStart:
-        """Make the start of the prompt of this number, which the model goes on with."""
+    def start(self, index: int, seed: int) -> PromptStart:
+        """Make the start of the prompt of this number. `seed` chooses among forms and subjects."""
         if not self._is_chat:
-            first = self._tokenizer.prefix_ids or _known(self._tokenizer)
-            return PromptStart(first, _BASE_TOKENS, ends=False)
-        topic, opening = _TOPICS[index % len(_TOPICS)]
+            return PromptStart(
+                tokens=self._tokenizer.prefix_ids or _known(self._tokenizer),
+                max_tokens=_BASE_TOKENS,
+                temperature=_BASE_TEMPERATURE,
+                ends=False,
+                conversation=_message_with,
+            )
+        kind, rng = _KINDS[index % len(_KINDS)], random.Random(seed)
+        if kind == "message":
+            return self._message_start(rng)
+        if kind == "question":
+            text = prompt_forms.question(rng)
+            return PromptStart(conversation=partial(_whole, text))
+        if kind == "follow_up":
+            first, second = prompt_forms.follow_up(rng)
+            return self._text_start(first, partial(_second_turn, first, second))
+        request, task = (
+            prompt_forms.text_request(rng) if kind == "text" else prompt_forms.code_request(rng)
+        )
+        return self._text_start(request, partial(_message_with, f"{task}\n\n"))
+
+    def _message_start(self, rng: random.Random) -> PromptStart:
+        """The head of a user turn."""
+        topic, opening = rng.choice(_TOPICS)
         system = [{"role": "system", "content": topic}] if topic else []
         message = {"role": "user", "content": _MARK}
         text = self._rendered([*system, message], add_generation_prompt=False)
@@ -118,34 +155,47 @@ class PromptMaker:
                 "the chat template of the model does not copy a user's message, so the model "
                 "cannot write prompts; give a file of prompts"
             )
-        tokens = tuple(self._tokenizer.encode(head + opening, add_special=False))
-        max_tokens = _MAX_TEXT if opening else _MAX_MESSAGE
-        return PromptStart(tokens, max_tokens, ends=True, opening=opening)
+        return PromptStart(
+            tokens=tuple(self._tokenizer.encode(head + opening, add_special=False)),
+            max_tokens=_MAX_TEXT if opening else _MAX_MESSAGE,
+            ends=True,
+            conversation=partial(_message_with, opening),
+        )
+
+    def _text_start(self, request: str, conversation: Callable[[str], Messages]) -> PromptStart:
+        """A request for a text of the model, from which `conversation` makes a prompt."""
+        return PromptStart(
+            tokens=tuple(self._reader.read_chat(_whole(request)).token_ids),
+            max_tokens=_MAX_TEXT,
+            temperature=_TEXT_TEMPERATURE,
+            conversation=conversation,
+        )
 
     def written(
         self, start: PromptStart, output: Sequence[int], *, ended: bool
     ) -> TeacherPrompt | None:
         """Make a prompt of the tokens that the model wrote after a start; None if they are none.
 
-        `ended` says whether the model ended them. Messages are refused if they did not end, are
-        very short, repeat themselves or have control tokens.
+        `ended` says whether the model ended them. Texts are refused if they did not end, are very
+        short, repeat themselves or have control tokens.
         """
+        if not start.max_tokens:
+            return self._prompt(start.conversation(""))
         body = [token for token in output if token not in self._tokenizer.eos_ids]
         has_control = any(token in self._tokenizer.special_ids for token in body)
-        if ended != start.ends or has_control or len(body) < _MIN_TOKENS:
+        if start.ends not in (None, ended) or has_control or len(body) < _MIN_TOKENS:
             return None
         if not self._is_chat:
             tokens = (*start.tokens, *body)
             return TeacherPrompt(tokens, tokens)
         text = self._tokenizer.decode(body)
-        message = {"role": "user", "content": f"{start.opening}{text}".strip()}
-        return None if _repeats(text) else self._prompt([message])
+        return None if _repeats(text) else self._prompt(start.conversation(text))
 
     def key(self, prompt: TeacherPrompt) -> str:
         """Return the text by which two prompts count as equal."""
         return " ".join(self._tokenizer.decode(list(prompt.tokens)).lower().split())
 
-    def _prompt(self, messages: list[dict[str, str]]) -> TeacherPrompt:
+    def _prompt(self, messages: Messages) -> TeacherPrompt:
         if not self._is_chat:
             text = "\n\n".join(message["content"] for message in messages)
             asked = f"{text}\n\n{REASON_FIRST}" if self._rationales else text
@@ -160,10 +210,24 @@ class PromptMaker:
     def _plain(self, text: str) -> tuple[int, ...]:
         return tuple(self._reader.read_prompt(text, parse_special=False).token_ids)
 
-    def _rendered(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
+    def _rendered(self, messages: Messages, *, add_generation_prompt: bool) -> str:
         text = self._reader.read_chat(messages, add_generation_prompt=add_generation_prompt).text
         assert text is not None, "a conversation is rendered to text"
         return text
+
+
+def _whole(text: str, _: str = "") -> Messages:
+    return [{"role": "user", "content": text}]
+
+
+def _message_with(before: str, text: str = "") -> Messages:
+    """A message that ends with the text."""
+    return _whole(f"{before}{text}".strip())
+
+
+def _second_turn(first: str, second: str, text: str) -> Messages:
+    """A conversation in which the text answers the first of two messages."""
+    return [*_whole(first), {"role": "assistant", "content": text.strip()}, *_whole(second)]
 
 
 def _known(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -216,7 +280,7 @@ def _json(text: str, where: str) -> Any:
         raise RequestError(f"{where} is not valid JSON: {error}; correct it") from None
 
 
-def _messages(value: Any) -> list[dict[str, str]]:
+def _messages(value: Any) -> Messages:
     """The messages of a prompt up to the last one of the user."""
     if isinstance(value, Mapping):
         for name in ("messages", "conversations", "prompt"):

@@ -12,6 +12,8 @@ from headrace.distil.answers import (
     AnswerWriter,
     Meta,
     NewAnswer,
+    is_held_out,
+    loop_start,
     open_answers,
     read_meta,
 )
@@ -30,7 +32,8 @@ _ROUND = 64
 """Prompts that a model writes before their answers begin."""
 _MAX_FAILED_ROUNDS = 8
 """Rounds without a new prompt, after which the model is given up."""
-_WRITING = SamplingParams(temperature=0.75, top_p=0.95)
+_TOP_P = 0.95
+"""Probability of the tokens from which prompts are drawn."""
 _STEP = "recording answers"
 
 
@@ -45,6 +48,9 @@ def record_answers(
     on_progress: ProgressCallback = ignore_progress,
 ) -> AnswerSet:
     """Record answers of a model to the prompts of a file, or to prompts that it writes itself.
+
+    Answers to prompts that are held out (`is_held_out`) are the likeliest tokens; others are drawn
+    at the temperature of `recording`. Answers end before they begin to loop (`loop_start`).
 
     The result depends on the model, the prompts and `recording` alone, to the bit. An unfinished
     recording in `out` is continued after its last whole shard, a finished one is opened.
@@ -138,7 +144,7 @@ class _Answers:
 
     def _answer(self, index: int, prompt: TeacherPrompt) -> None:
         params = SamplingParams(
-            temperature=self._meta.temperature,
+            temperature=0.0 if is_held_out(prompt.tokens) else self._meta.temperature,
             max_tokens=self._meta.max_tokens,
             seed=self._teacher.seed("answer", index),
         )
@@ -150,17 +156,22 @@ class _Answers:
 
 
 def _new_answer(index: int, prompt: TeacherPrompt, rows: RecordedRows) -> NewAnswer:
-    """Join the prompt that is stored and the answer to the prompt that was asked."""
+    """Join the prompt that is stored and the answer to the prompt that was asked.
+
+    The answer ends before its first loop.
+    """
     start = len(prompt.asked)
-    taps, final = rows.taps, rows.final
+    written = [*rows.tokens[start:], rows.next_token]
+    stop = start + min(len(written) - 1, max(1, loop_start(written)))
+    taps, final = rows.taps[:stop], rows.final[:stop]
     if prompt.asked != prompt.tokens:
         before = ((len(prompt.tokens) - 1, 0), (0, 0))
         taps, final = np.pad(taps[start - 1 :], before), np.pad(final[start - 1 :], before)
     return NewAnswer(
         prompt=index,
-        tokens=np.array([*prompt.tokens, *rows.tokens[start:]], np.int32),
+        tokens=np.array([*prompt.tokens, *rows.tokens[start:stop]], np.int32),
         answer_start=len(prompt.tokens),
-        next_token=rows.next_token,
+        next_token=written[stop - start],
         taps=taps,
         final=final,
     )
@@ -188,8 +199,8 @@ class _WrittenPrompts:
         self._num_rounds = 0
         self._num_failed = 0
         """Rounds without a new prompt, the last ones."""
-        self._outputs: dict[int, tuple[PromptStart, RequestOutput]] | None = None
-        """Of the round that the model writes, by number of the start."""
+        self._outputs: dict[int, tuple[PromptStart, RequestOutput | None]] | None = None
+        """Of the round that the model writes, by number of the start; None: nothing to write."""
         while (path := self._path()).exists():
             self._add(_read_prompts(path))
 
@@ -205,23 +216,25 @@ class _WrittenPrompts:
     def _start_round(self) -> None:
         self._outputs = {}
         for index in range(self._num_rounds * _ROUND, (self._num_rounds + 1) * _ROUND):
-            self._write_one(index, self._teacher.maker.start(index))
+            seed = self._teacher.seed("form", index)
+            self._write_one(index, self._teacher.maker.start(index, seed))
 
     def _write_one(self, index: int, start: PromptStart) -> None:
-        seed = self._teacher.seed("prompt", index)
-        params = SamplingParams(
-            temperature=_WRITING.temperature,
-            top_p=_WRITING.top_p,
-            max_tokens=start.max_tokens,
-            seed=seed,
-        )
-
-        def store(result: RequestOutput) -> None:
+        def store(result: RequestOutput | None) -> None:
             assert self._outputs is not None, "a round is open"
             self._outputs[index] = start, result
             if len(self._outputs) == _ROUND:
                 self._end_round()
 
+        if not start.max_tokens:
+            store(None)
+            return
+        params = SamplingParams(
+            temperature=start.temperature,
+            top_p=_TOP_P,
+            max_tokens=start.max_tokens,
+            seed=self._teacher.seed("prompt", index),
+        )
         self._teacher.submit(start.tokens, params, store)
 
     def _end_round(self) -> None:
@@ -229,9 +242,10 @@ class _WrittenPrompts:
         assert self._outputs is not None, "a round is open"
         prompts = []
         for _, (start, result) in sorted(self._outputs.items()):
-            output = result.outputs[0]
-            ended = output.finish_reason == "stop"
-            prompt = self._teacher.maker.written(start, output.token_ids, ended=ended)
+            output = result.outputs[0] if result else None
+            tokens = output.token_ids if output else []
+            ended = output is not None and output.finish_reason == "stop"
+            prompt = self._teacher.maker.written(start, tokens, ended=ended)
             if prompt and (key := self._teacher.maker.key(prompt)) not in self._keys:
                 self._keys.add(key)
                 prompts.append(prompt)

@@ -21,7 +21,8 @@ from headrace.checkpoint.safetensors import read_safetensors
 from headrace.cli.main import main
 from headrace.distil.answers import AnswerSet, open_answers
 from headrace.distil.curve import Curve
-from headrace.distil.draft import DraftStudent
+from headrace.distil.draft import DraftStudent, _num_steps
+from headrace.distil.draft_loss import padded
 from headrace.distil.draft_run import DraftOptions, TrainedDraft, train_draft
 from headrace.distil.loop import TrainingOptions, train
 from headrace.errors import HeadraceError, RequestError
@@ -270,6 +271,30 @@ def test_answers_of_another_model_are_refused(teacher: Path, tmp_path: Path) -> 
     (folder / "meta.json").write_text(json.dumps({**meta, "rationales": True}))
     with pytest.raises(RequestError, match=r"have rationales, .*; name a new folder"):
         trained(teacher, tmp_path / "reasoned", options)
+
+
+def test_steps_are_counted_as_the_engine_takes_them() -> None:
+    """Each chain begins after the token that follows the accepted drafts of the last one."""
+    rng = random.Random(1)
+    for _ in range(50):
+        lengths = [rng.randrange(1, 9) for _ in range(4)]
+        depths, accepted, expected = list[int](), list[int](), 0
+        for length in lengths:
+            rights = [min(rng.randrange(5), length - 1 - i) for i in range(length)]
+            depths += [-1, -1, *range(length)]
+            accepted += [4, 4, *rights]
+            place = 0
+            while place < length:
+                expected += 1
+                place += 1 + rights[place]
+        assert _num_steps(accepted, depths) == expected
+
+
+@pytest.mark.parametrize("rows", [1, 255, 256, 257])
+def test_products_get_few_numbers_of_rows(rows: int) -> None:
+    x = torch.ones(rows, 3)
+    assert len(padded(x)) in (256, 512)
+    assert torch.equal(padded(x)[:rows], x) and not padded(x)[rows:].any()
 
 
 def test_the_drafted_tokens_are_the_frequent_and_the_special_ones(answers: AnswerSet) -> None:

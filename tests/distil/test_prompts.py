@@ -1,4 +1,6 @@
 import json
+import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -6,7 +8,8 @@ import pytest
 
 from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.config import EngineConfig
-from headrace.distil.prompts import PromptMaker
+from headrace.distil import prompt_forms
+from headrace.distil.prompts import PromptMaker, PromptStart
 from headrace.distil.record import record_answers
 from headrace.distil.teacher import Recording
 from headrace.errors import RequestError
@@ -93,19 +96,48 @@ def test_wrong_files_are_refused(
         maker[0].from_file(tmp_path / "none.txt")
 
 
-def test_start_of_a_message(maker: tuple[PromptMaker, Tokenizer]) -> None:
-    start = maker[0].start(0)
-    assert maker[1].decode(start.tokens, skip_special=False) == "<|im_start|>user\n"
-    with_topic = maker[1].decode(maker[0].start(3).tokens, skip_special=False)
-    assert with_topic.startswith("<|im_start|>system\n")
-    assert with_topic.endswith("<|im_end|>\n<|im_start|>user\n")
-    start = maker[0].start(4)
-    assert maker[1].decode(start.tokens).endswith(start.opening) and "article" in start.opening
+def starts(maker: PromptMaker) -> list[tuple[str, PromptStart]]:
+    """Starts of prompts, with their first message about the letters ab cd."""
+    found = [maker.start(index % 16, index) for index in range(160)]
+    return [(start.conversation("ab cd")[0]["content"], start) for start in found]
+
+
+def test_starts_are_of_all_kinds(maker: tuple[PromptMaker, Tokenizer]) -> None:
+    prompts, tokenizer = maker
+    found = starts(prompts)
+    heads = [tokenizer.decode(start.tokens, skip_special=False) for _, start in found]
+    assert "<|im_start|>user\n" in heads
+    assert any(head.startswith("<|im_start|>system\n") for head in heads)
+    asked = [head for head in heads if head.endswith("<|im_start|>assistant\n")]
+    assert any("news report" in head for head in asked) and any(
+        "Only the" in head for head in asked
+    )
+    assert any(len(start.conversation("ab cd")) == 3 for _, start in found)
+    whole = [text for text, start in found if not start.max_tokens]
+    assert len(set(whole)) > 20 and "{" not in "".join(whole)
+    article = next(text for text, _ in found if text.startswith("Summarize the following article"))
+    assert article.endswith("\n\nTheab cd")
+
+
+def test_the_lists_have_nothing_of_the_benchmark() -> None:
+    """Prompts of the speculation benchmark stay unseen."""
+    path = Path(__file__).parents[2] / "benchmarks/speculation_texts.py"
+    facts = runpy.run_path(str(path))
+    texts = " ".join(
+        text.lower()
+        for name, value in vars(prompt_forms).items()
+        if name.isupper()
+        for text in value
+    )
+    names = ("_NAMES", "_RIVERS", "_PLACES", "_SUBJECTS", "_PEOPLE")
+    words = [word.lower() for name in names for word in facts[name]]
+    assert len(words) > 40
+    assert [word for word in words if re.search(rf"\b{word}\b", texts)] == []
 
 
 def test_written_messages_are_filtered(maker: tuple[PromptMaker, Tokenizer]) -> None:
     prompts, tokenizer = maker
-    start = prompts.start(3)
+    start = next(start for text, start in starts(prompts) if text == "ab cd")
 
     def written(text: str, *, ended: bool = True) -> str | None:
         output = [*tokenizer.encode(text, add_special=False), 2]
@@ -118,12 +150,24 @@ def test_written_messages_are_filtered(maker: tuple[PromptMaker, Tokenizer]) -> 
     assert written("word " * 20) is None
     assert written("Name <|im_start|> rivers.") is None
 
-    text = [*tokenizer.encode(" river rose.", add_special=False), 2]
-    prompt = prompts.written(prompts.start(4), text, ended=True)
-    message = f"{prompts.start(4).opening} river rose."
-    assert prompt and tokenizer.decode(prompt.tokens, skip_special=False) == CHAT.replace(
-        "Hi", message
-    )
+
+def test_a_text_of_the_model_becomes_a_part_of_a_prompt(
+    maker: tuple[PromptMaker, Tokenizer],
+) -> None:
+    prompts, tokenizer = maker
+    output = tokenizer.encode(" A river rose.", add_special=False)
+
+    def written(start: PromptStart) -> str:
+        prompt = prompts.written(start, output, ended=False)
+        assert prompt
+        return tokenizer.decode(prompt.tokens, skip_special=False)
+
+    found = [start for _, start in starts(prompts) if start.ends is None and start.max_tokens]
+    turns = [start for start in found if len(start.conversation("")) == 3]
+    tasks = [start for start in found if len(start.conversation("")) == 1]
+    assert written(tasks[0]).startswith("<|im_start|>user\n")
+    assert "\n\n A river rose.<|im_end|>" in written(tasks[0])
+    assert "<|im_start|>assistant\nA river rose.<|im_end|>\n<|im_start|>user" in written(turns[0])
 
 
 def test_written_prompts_differ(teacher: Path, base_teacher: Path, tmp_path: Path) -> None:

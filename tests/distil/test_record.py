@@ -4,6 +4,7 @@ import resource
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,11 +15,12 @@ import headrace.distil.answers
 import headrace.distil.teacher
 from headrace.checkpoint.load import open_checkpoint
 from headrace.config import EngineConfig
-from headrace.distil.answers import AnswerSet, is_held_out, open_answers
+from headrace.distil.answers import LOOP_TOKENS, AnswerSet, is_held_out, loop_start, open_answers
 from headrace.distil.prompts import REASON_FIRST
 from headrace.distil.record import record_answers
 from headrace.distil.teacher import Recording
 from headrace.errors import FormatError, HeadraceError, RequestError
+from tests.distil.conftest import write_model
 
 TAPS = (0, 2, 3)
 SMALL = Recording(taps=TAPS, num_tokens=300, max_tokens=24, temperature=0.8)
@@ -230,3 +232,40 @@ def test_held_out_prompts_depend_on_their_tokens_alone(
         assert is_held_out(prompt.tolist()) == (i in answers.held_out)
         assert (i in answers.training) != (i in answers.held_out)
     assert 0 < len(answers.held_out) < len(answers) / 4
+
+
+def test_held_out_answers_are_the_likeliest_tokens(
+    teacher: Path, prompts: Path, tmp_path: Path
+) -> None:
+    wanted = Recording(num_tokens=1500, max_tokens=24, temperature=1.0)
+    drawn = record(teacher, prompts, tmp_path / "drawn", wanted)
+    greedy = record(teacher, prompts, tmp_path / "greedy", replace(wanted, temperature=0.0))
+    likeliest = {tuple(greedy.tokens(i)) for i in range(len(greedy))}
+    assert drawn.held_out
+    equal = [tuple(drawn.tokens(i)) in likeliest for i in range(len(drawn))]
+    assert all(equal[i] for i in drawn.held_out if i < len(greedy) - 4)
+    assert sum(equal) < len(drawn) / 2
+
+
+def test_a_loop_begins_with_the_first_repeated_run() -> None:
+    run = list(range(LOOP_TOKENS))
+    assert loop_start([*run, 99, *run]) == LOOP_TOKENS + 1
+    assert loop_start([*run, 99, *run[:-1]]) == 2 * LOOP_TOKENS
+    assert loop_start([5] * 40) == 1
+    assert loop_start([]) == 0
+
+
+def test_recorded_answers_end_before_they_loop(tmp_path: Path) -> None:
+    """Greedy answers of a tiny model soon loop."""
+    model = write_model(tmp_path / "model", layers=1, seed=3)
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(f"river {i}" for i in range(20)))
+    answers = record(model, path, tmp_path / "out", Recording(num_tokens=4000, max_tokens=120))
+    ended = 0
+    for i in range(len(answers)):
+        answer = answers.answer(i)
+        written = answer.targets[answer.answer_start - 1 :].tolist()
+        assert loop_start(written[:-1]) == len(written) - 1
+        ended += len(written) < 120 and written[-1] != 2
+        assert len(answer.final) == len(answer.taps) == len(answer.tokens)
+    assert ended > 3
