@@ -213,7 +213,7 @@ def test_methods_compose_with_beam_search(method: Method) -> None:
 @pytest.fixture(scope="module")
 def executable() -> Iterator[Executable]:
     loaded, _ = checkpoint()
-    made = compile_program("cpu", trace_model(loaded.spec, loaded.tensors), loaded.tensors, KV, 2)
+    made = compile_program("cpu", trace_model(loaded.spec, loaded.tensors), loaded.tensors, KV, 1)
     yield made
     made.close()
 
@@ -229,7 +229,7 @@ def plain_real(executable: Executable) -> dict[str, list[RequestOutput]]:
 def real_requests(prompt: str, titles: list[str]) -> list[tuple[list[int], SamplingParams]]:
     """Return the request; for preemption, with other requests."""
     tokens = checkpoint()[1].encode(prompt)
-    params = {"seed": 5, "max_tokens": 70 if "preemption" in titles else 40, "ignore_eos": True}
+    params = {"seed": 5, "max_tokens": 45 if "preemption" in titles else 40, "ignore_eos": True}
     params |= {
         name: value
         for option in OPTIONS
@@ -255,7 +255,7 @@ def test_methods_compose_on_the_default_model(
     rows = {"max_num_batched_tokens": 7} if "chunked prefill" in titles else {}
     # Equal requests would share their blocks, and none would have to be preempted.
     blocks: dict[str, Any] = (
-        {"num_blocks": 10, "prefix_cache": False} if "preemption" in titles else {}
+        {"num_blocks": 7, "prefix_cache": False} if "preemption" in titles else {}
     )
     engine = engine_on(executable, **blocks, **rows, **method.options)
     for _ in range(2):  # the second time some methods know the answer

@@ -23,6 +23,7 @@ OPTIONS: dict[str, Any] = {
     "kv_blocks": 40,
     "max_num_batched_tokens": 64,
     "adaptive_speculation": False,
+    "threads": 1,
 }
 WAYS: dict[str, dict[str, Any]] = {
     "itself": {"proposer": "draft_model", "draft_model": "smollm2"},

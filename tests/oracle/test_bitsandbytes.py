@@ -21,11 +21,22 @@ EIGHT: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("is_nested", [False, True])
-@pytest.mark.parametrize("size", [64, 256, 4096])
-@pytest.mark.parametrize("shape", [(40, 256), (100, 32), (1, 64), (3, 192), (600, 160)])
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        ((40, 256), 64),
+        ((100, 32), 64),
+        ((1, 64), 64),
+        ((3, 192), 256),
+        ((600, 160), 4096),
+        ((1, 64), 4096),
+    ],
+    ids=["in rows", "over two rows", "one", "over rows", "many", "one that is not full"],
+)
 def test_4_bits(
     kind: str, is_nested: bool, size: int, shape: tuple[int, int], tmp_path: Path
 ) -> None:
+    """Blocks that end with a row, or within one."""
     torch.manual_seed(shape[0])
     weight = torch.randn(shape)
     codes, state = bnb.quantize_4bit(

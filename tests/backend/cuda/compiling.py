@@ -86,7 +86,6 @@ class Case(NamedTuple):
 FEW = [
     Case("8b", "BF16", rows=(1, 512)),
     Case("8b", "Q4_0", "int8", rows=(1,)),
-    Case("135m", "Q8_0", rows=(1, 512)),
 ]
 ON_ALL_CHIPS = [
     Case("8b", "BF16"),
@@ -97,6 +96,7 @@ ON_ALL_CHIPS = [
 ALL = [
     *ON_ALL_CHIPS,
     Case("135m", "BF16"),
+    Case("135m", "Q8_0", rows=(1, 512)),
     *(Case("1b", name) for name in ("BF16", "Q8_0", "Q4_0")),
     *(
         Case("1b", name, rows=(1, 512))

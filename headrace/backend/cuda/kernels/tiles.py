@@ -139,9 +139,11 @@ def rule_tile(
 ) -> Tile:
     """Choose a tile by rule; see `tile_for`."""
     if is_interpreting():
+        # Large weights in large tiles: the interpreter takes milliseconds for a tile of any size.
+        most_rows = 256 if rows < 512 else 2048
         return Tile(
             block_m=power_of_2(min(num_rows, 64), 16),
-            block_n=power_of_2(min(rows, 256), 32),
+            block_n=power_of_2(min(rows, most_rows), 32),
             is_parallel=splits > 1 and num_rows <= 32,
             unroll=1,
             num_warps=4,
