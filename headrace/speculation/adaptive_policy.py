@@ -6,6 +6,7 @@ failure. Estimates decide what should pay; the account of a proposer bounds what
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from weakref import WeakKeyDictionary
 
 from headrace.batch import DraftTree
@@ -24,6 +25,8 @@ _CHEAP_FIRST_CALL = 0.01
 """Price per known token up to which a new sequence gets its first call, in plain tokens."""
 _PROBE_STEPS = 6
 """Steps of a probe, for a proposer that learns only from rows that run."""
+_EARLY = 0.5
+"""Part of the delay of a probe that a step with other calls cuts."""
 _PROBE_NODES = 4
 _MIN_PLAIN_STEPS = 2
 _GAIN_RATE = 0.25
@@ -50,8 +53,9 @@ class _SequenceState:
     """Tokens that the next draft should gain, less the price of its rows, by the last drafts."""
     num_failed: int = 0
     probe_share: float = _MAX_PROBE_SHARE
+    probed: float = 0.0
+    """Time of the last failed probe; like the next, seconds on the clock `AdaptivePolicy._now`."""
     next_probe: float = 0.0
-    """Seconds on the clock `AdaptivePolicy._now`."""
     rival_share: float = _MAX_PROBE_SHARE
     """Share of the time for probes that do not pay because another proposer drafts better."""
 
@@ -101,6 +105,8 @@ class AdaptivePolicy:
         self._num_drafting = 0
         self._pause_end = 0.0
         """Seconds on the clock `_now`."""
+        self._is_probing = False
+        """Whether the step has a due call, so that others may be early."""
         self._next_calls: dict[tuple[str, tuple[int, int]], float] = {}
         """Seconds on the clock `_now`, by proposer and `seq_id`."""
 
@@ -114,6 +120,7 @@ class AdaptivePolicy:
         for proposer in self._proposers.values():
             proposer.planned = 0.0
             self._account(proposer).set_limit(self._prices.token_seconds, num_sampling)
+        self._is_probing = min(self._next_calls.values(), default=inf) <= self._now
         has_few_measurements = cost.visits(num_scheduled) < _MIN_PLAIN_STEPS
         self._is_plain = has_few_measurements or self._num_drafting >= _PLAIN_EVERY
         self._next_calls = {}
@@ -137,6 +144,9 @@ class AdaptivePolicy:
             if pays:
                 state.rival_share = _MAX_PROBE_SHARE
         is_due = pays or next_probe <= self._now
+        if self._is_probing and not pays and not rival:
+            # Probes of several sequences move into the same steps: each ends multi-step decoding.
+            is_due = next_probe - self._now <= _EARLY * (next_probe - state.probed)
         wait = self._wait(proposer, state, seq, is_probe=not pays)
         if not rival:
             # If no slots are granted for the draft, it is not evaluated: the call is still due.
@@ -231,6 +241,7 @@ class AdaptivePolicy:
         else:
             state.num_failed += 1
             if state.num_failed % proposer.probe_steps == 0:
+                state.probed = self._now
                 state.next_probe = self._now + self._probe_delay(proposer, state.probe_share)
                 state.probe_share = max(state.probe_share / 2, _MIN_PROBE_SHARE)
         self._next_calls[name, seq.seq_id] = state.next_probe
@@ -384,5 +395,5 @@ class AdaptivePolicy:
             if last and (proposer.traits.learns_from_rows or not is_cheap):
                 state.gain = last.gain
                 state.probe_share = last.probe_share
-                state.next_probe = last.next_probe
+                state.probed, state.next_probe = last.probed, last.next_probe
         return state

@@ -206,6 +206,22 @@ class TestProbes:
         policy.evaluate("m", seq, NO_DRAFT)
         assert next_probe_is_in(policy, seq, 0.001 / 0.05)
 
+    @pytest.mark.parametrize(("time", "is_early"), [(0.49, False), (0.51, True)])
+    def test_probes_of_several_sequences_move_into_one_step(
+        self, time: float, is_early: bool
+    ) -> None:
+        """In a step with a due call, a probe may be early by half of its delay."""
+        one, other = sequences([1], [2])
+        policy = first_drafting_step(0.001, one, other)
+        policy.evaluate("m", one, NO_DRAFT)
+        policy.record_step(time * 0.001 * 2 / 0.05, 2)
+        begin(policy, 2)
+        assert not policy.should_call("m", one)
+        assert policy.should_call("m", other)  # its first probe
+        policy.record_step(0.0, 2)
+        begin(policy, 2)
+        assert policy.should_call("m", one) is is_early
+
     def test_a_proposer_that_learns_from_rows_has_probes_of_six_steps(self) -> None:
         (seq,) = sequences([1])
         policy = first_drafting_step(0.001, seq, m=LEARNER)
