@@ -3,6 +3,7 @@
 import json
 import random
 import resource
+import runpy
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import headrace.distil.answers
 from headrace import LLM, SamplingParams
 from headrace.checkpoint.drafters import open_drafter
 from headrace.checkpoint.load import open_checkpoint
@@ -333,3 +335,25 @@ def test_distil_draft_prints_what_it_trained_and_how_to_use_it(
     assert drafter.tensors["fuse"].shape == (32, 64)
     assert main(command) == 2
     assert "exists; remove it" in capsys.readouterr().err
+
+
+def test_the_engine_takes_about_as_many_steps_as_the_training_counts(
+    teacher: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The program also compares the tokens with plain decoding. Loops count here: without them,
+    the greedy answers of so small a model have few tokens.
+    """
+    monkeypatch.setattr(headrace.distil.answers, "LOOP_TOKENS", 1000)
+    out, folder = tmp_path / "draft", tmp_path / "answers"
+    trained(teacher, out, replace(OPTIONS, answers=folder, num_tokens=4000, steps=60))
+    path = Path(__file__).parents[2] / "benchmarks/held_out_drafts.py"
+    arguments = [str(path), str(teacher), str(out), str(folder)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    runpy.run_path(str(path), run_name="__main__")
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["accepted"] > 50 and facts["tokens_as_recorded"] > 0.9 * facts["tokens"]
+    predicted = facts["tokens_per_step_of_training"]
+    assert predicted > 1.02 and abs(facts["tokens_per_step"] - predicted) < 0.15 * predicted
