@@ -69,6 +69,8 @@ _ENGINE_OPTIONS = (
     "skip_zeros",
     "chat_template",
     "max_model_len",
+    "kv_cache_dir",
+    "kv_cache_dir_bytes",
     *LOSSY_OPTIONS,
     *ROPE,
     *PARALLEL,
@@ -168,6 +170,10 @@ def _add_memory(group: Arguments) -> None:
     add_kv_dtype(group)
     text = "maximum length of the conversation, in tokens; 0: the model's context"
     _add(group, "max_model_len", "N", text, int)
+    text = "folder that keeps the KV of the conversation for later runs"
+    _add(group, "kv_cache_dir", "FOLDER", text, str)
+    text = "maximum bytes of the folder, for all models together"
+    _add(group, "kv_cache_dir_bytes", "N", text, int)
 
 
 def _add_speculation(group: Arguments) -> None:

@@ -85,6 +85,7 @@ class DiskTier:
         """Keys of the blocks of hits, whose time of use is to be noted."""
         self._copied: tuple[int, int] | None = None
         """Group and block that the thread copies now."""
+        self._writes = False
         self._is_closing = False
         self._readers = ThreadPoolExecutor(_READERS, "kv-cache-read")
         self._is_scanned = False
@@ -236,11 +237,15 @@ class DiskTier:
         buffers = [np.empty(size, np.uint8) for size in self._blocks.block_bytes]
         while True:
             with self._changed:
-                if not (self._pending or self._queue or self._used or self._is_closing):
+                self._writes = False
+                if not (self._is_busy or self._is_closing):
+                    self._changed.notify_all()
                     self._changed.wait(_LINGER_SECONDS)
-                if not (self._pending or self._queue or self._used):
+                if not self._is_busy:
                     self._thread = None
+                    self._changed.notify_all()
                     return
+                self._writes = True
                 used = self._used.popleft() if self._used else None
                 queued = self._queue.popleft() if self._queue else None
                 if queued:
@@ -278,16 +283,23 @@ class DiskTier:
                 self._changed.wait()
             self._pending.clear()
 
+    def flush(self, seconds: float) -> None:
+        """Wait until all saved blocks are written, for some seconds at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_busy, seconds)
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._thread and (self._pending or self._queue or self._used or self._writes))
+
     def close(self) -> None:
         """Write what is left, for a few seconds at most, and end the threads."""
         self._loads.clear()
+        self.flush(_FLUSH_SECONDS)
         with self._changed:
             self._is_closing = True
             thread = self._thread
             self._changed.notify_all()
-        if thread:
-            thread.join(_FLUSH_SECONDS)
-        with self._changed:
             self.num_dropped += len(self._pending) + len(self._queue)
             self._pending.clear()
             self._queue.clear()

@@ -217,6 +217,8 @@ MODELS = [
         "Not a directory.*HEADRACE_CACHE",
         env={"HEADRACE_CACHE": "/dev/null/x"},
     ),
+    Row(HI + " --kv-cache-dir {tmp}/kv", 0),
+    Row(HI + " --kv-cache-dir {tmp}/kv --kv-cache-dir-bytes 5", 2, "kv_cache_dir_bytes"),
     Row("cache ls /", 1, "choose a new folder|another user"),
     Row("cache ls {tmp}/none", 1, "No such file", short=True),
     Row("cache rm {tmp}", 2, "ID is missing", short=True),

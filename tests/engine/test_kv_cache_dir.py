@@ -15,6 +15,7 @@ from hypothesis.stateful import initialize, rule
 
 from headrace.backend_traits import traits_of
 from headrace.engine.engine import Engine
+from headrace.outputs import Update
 from headrace.request import RequestOptions
 from headrace.sampling_params import SamplingParams
 from tests.engine.test_adapters import adapter
@@ -239,6 +240,13 @@ class Restarted(Life):
             stem=stem, shared=size, rest=[STEMS[stem][0]], params=params, priority=0, salt=None
         )
         self.step(steps)
+
+    def _updates(self) -> list[Update]:
+        """Wait for the disk after each step, so that a run can be repeated."""
+        updates = super()._updates()
+        assert self.engine._kv.disk
+        self.engine._kv.disk.flush(10)
+        return updates
 
     @rule()
     def restart(self) -> None:
