@@ -1,5 +1,6 @@
 """The student that learns from served windows: its weights, scores and slices."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from headrace.checkpoint.drafter import Drafter
 from headrace.checkpoint.drafters import open_drafter
+from headrace.distil import online_student
 from headrace.distil.draft import DraftKind, draft_spec
 from headrace.distil.draft_files import write_drafter
 from headrace.distil.draft_layer import DraftLayer
@@ -40,11 +42,13 @@ def predictable(number: int, seed: int = 0, count: int = PAIRS, first: int = 0) 
     )
 
 
-def student(tmp_path: Path, vocab: int = 0, rate: float = 3e-3) -> tuple[OnlineStudent, Drafter]:
+def student(
+    tmp_path: Path, vocab: int = 0, rate: float = 3e-3, dtype: torch.dtype = torch.float32
+) -> tuple[OnlineStudent, Drafter]:
     written = random_drafter(MODEL, vocab=vocab, taps=TAPS)
     folder = write_folder(tmp_path / "drafter", written, "authors")
     drafter = open_drafter(folder, tiny_target(MODEL))
-    return OnlineStudent(drafter, rate, torch.float32), drafter
+    return OnlineStudent(drafter, rate, dtype), drafter
 
 
 @pytest.mark.parametrize("vocab", [0, 20], ids=["all tokens", "some tokens"])
@@ -103,8 +107,9 @@ def test_scores_count_the_drafts_of_the_published_equations(tmp_path: Path) -> N
     assert accepted > 5
 
 
-def test_learning_raises_the_score_of_held_out_windows(tmp_path: Path) -> None:
-    one, _ = student(tmp_path)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_learning_raises_the_score_of_held_out_windows(tmp_path: Path, dtype: torch.dtype) -> None:
+    one, _ = student(tmp_path, dtype=dtype)
     first, held_out = one.weights(), [predictable(number) for number in range(100, 110)]
     for step in range(25):
         windows = [predictable(2 * step), predictable(2 * step + 1)]
@@ -152,6 +157,34 @@ def test_slow_windows_are_cut_into_slices(tmp_path: Path) -> None:
         for pair in range(piece.first, len(piece.tokens) - 1)
     ]
     assert sorted(set(trained)) == trained == list(range(3 + 10, 3 + PAIRS - 1))
+
+
+def test_the_copy_that_computes_follows_the_weights(tmp_path: Path) -> None:
+    one, _ = student(tmp_path)
+    first = one.weights()
+    for step in range(2):
+        list(one.learn([predictable(step)]))
+        one.update()
+    for name, value in one._copy.named_parameters():
+        assert torch.equal(value, one.weights()[name]) and not torch.equal(value, first[name])
+    one.use(first)
+    for name, value in one._copy.named_parameters():
+        assert torch.equal(value, first[name])
+
+
+def test_other_work_does_not_shorten_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slice that waits for a processor lasts long, and computes no longer."""
+    lengths = []
+    for waited in (0.0, 10.0):
+        one, _ = student(tmp_path / str(waited))
+        monkeypatch.setattr(online_student, "monotonic", itertools.count(0.0, waited).__next__)
+        monkeypatch.setattr(online_student, "process_time", lambda: 0.0)
+        for step in range(4):
+            list(one.learn([predictable(step)]))
+        lengths.append(one._pairs)
+    assert lengths[0] == lengths[1] > 4 * PAIRS
 
 
 def test_gain_has_the_error_of_its_mean() -> None:
