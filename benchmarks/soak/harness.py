@@ -57,11 +57,11 @@ def held(pid: int) -> Held:
 
 
 def children(pid: int) -> list[int]:
-    return [
-        int(child)
-        for task in os.listdir(f"/proc/{pid}/task")
-        for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()
-    ]
+    found = []
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(OSError):  # the thread has just ended
+            found += Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+    return [int(child) for child in found]
 
 
 def is_alive(pid: int) -> bool:

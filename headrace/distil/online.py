@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from headrace.planner.host import release_free_memory
 from headrace.speculation.learning.buffer import LearningBuffer, Window
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ class Trainer:
                 scores[name].append(self._scores[key])
         self._scores = {key: score for key, score in self._scores.items() if key[0] != id(present)}
         self._forget_old(windows)
+        release_free_memory()
 
         if self._accepted is not self._original and _is_better(
             scores["original"], scores["accepted"]

@@ -30,6 +30,8 @@ SLICE_SECONDS = 0.045
 """Aim of the length of a slice, below 50 ms."""
 _MIN_PAIRS = 64
 """Fewer pairs save little time, because most of a small slice is the gradients of all weights."""
+_LENGTHS, _ROWS = 32, 64
+"""Lengths of windows, and numbers of rows of the head, are rounded up to multiples of these."""
 _OVERLAP = 16
 """Pairs before those to train on, in a part of a window."""
 _MAX_PAIRS = 1024
@@ -192,8 +194,13 @@ class OnlineStudent:
         num_tokens, weight = int((inputs.depths >= 0).sum()), torch.cat(weights)
         if not len(weight):
             return num_tokens
-        logits = self._copy.lm_head(torch.cat(rows).to(self.dtype))
-        losses = functional.cross_entropy(logits, torch.cat(labels), reduction="none")
+        # A product of a new shape is compiled, and kept in memory: so there are few shapes.
+        unused = -len(weight) % _ROWS
+        weight = functional.pad(weight, (0, unused))
+        chosen_rows = functional.pad(torch.cat(rows), (0, 0, 0, unused)).to(self.dtype)
+        logits = self._copy.lm_head(chosen_rows)
+        wanted = functional.pad(torch.cat(labels), (0, unused))
+        losses = functional.cross_entropy(logits, wanted, reduction="none")
         (losses.float() @ weight).backward()
         for own, computed in zip(self.module.parameters(), self._copy.parameters(), strict=True):
             if computed.grad is not None:
@@ -211,7 +218,8 @@ class OnlineStudent:
             yield module.norm(rows).flatten(0, 1)
 
     def _inputs(self, windows: Sequence[Window]) -> "_Inputs":
-        length = max(len(window.tokens) for window in windows)
+        longest = max(len(window.tokens) for window in windows)
+        length = longest + -longest % _LENGTHS
         shape = len(windows), length
         tokens, positions, groups = (np.zeros(shape, np.int64) for _ in range(3))
         labels, depths = np.full(shape, -1), np.full(shape, -1)

@@ -172,6 +172,32 @@ def test_the_copy_that_computes_follows_the_weights(tmp_path: Path) -> None:
         assert torch.equal(value, first[name])
 
 
+def test_padding_keeps_shapes_few_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiled product for each number of rows held 2 GB after 1,000 slices."""
+    one, _ = student(tmp_path)
+    windows = [predictable(n, count=count) for n, count in enumerate((20, 33, 40, 57, 61, 64))]
+    shapes, gradients = list[set[torch.Size]](), list[list[torch.Tensor]]()
+    for lengths, rows in ((1, 1), (32, 64)):
+        monkeypatch.setattr(online_student, "_LENGTHS", lengths)
+        monkeypatch.setattr(online_student, "_ROWS", rows)
+        seen = set[torch.Size]()
+        handle = one._copy.lm_head.register_forward_hook(
+            lambda layer, inputs, output, seen=seen: seen.add(output.shape)
+        )
+        one.use(one.weights())
+        for window in windows:
+            list(one.learn([window]))
+        handle.remove()
+        shapes.append(seen)
+        gradients.append([p.grad.clone() for p in one.module.parameters() if p.grad is not None])
+        one.module.zero_grad()
+    assert len(shapes[0]) == 6 and len(shapes[1]) <= 4
+    for padded, exact in zip(gradients[1], gradients[0], strict=True):
+        torch.testing.assert_close(padded, exact, rtol=1e-3, atol=1e-4)
+
+
 def test_other_work_does_not_shorten_slices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
