@@ -1,7 +1,8 @@
 """A folder of KV blocks, one file each, which several processes read and write.
 
 A file takes its name by a rename when it is complete, so a process that is killed leaves no part
-of a block under a block's name. A reader compares each byte of the header with the header that it
+of a block under a block's name; what it leaves counts for the bound, and is deleted like blocks.
+A reader compares each byte of the header with the header that it
 expects, and the content with a checksum: whatever a file has, it is that block or a miss.
 """
 
@@ -11,11 +12,11 @@ import logging
 import os
 import stat
 import struct
+import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from headrace.errors import CacheError, RequestError
+from headrace.whole_file import UNFINISHED, replacing
 
 Bytes = NDArray[np.uint8]
 
@@ -32,11 +34,10 @@ KEY_BYTES = 20
 _MAGIC = b"HRKV\x00\x00\x00\x01"
 _HEADER = struct.Struct("<8s16sIIQ")  # magic, model, group, bytes of tokens, bytes of content
 _DIGEST_BYTES = 16
-_SECRET, _ABOUT, _TEMPORARY = "secret", "about.json", "tmp"
+_SECRET, _ABOUT = "secret", "about.json"
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _SECRET_BYTES = 32
 _MAX_ABOUT_BYTES = 1 << 16
-_STALE_SECONDS = 600
-"""Age of a temporary file that no living process writes."""
 _DEPTH_SECONDS = 4
 """A block counts as used this many seconds before the block that it continues, so that the end
 of a long text goes before its start.
@@ -101,7 +102,6 @@ class KvFolder:
         self.is_read_only = False
         self._model = model
         self._home = path / model.hex()
-        self._numbers = count()
         self._lock = Lock()
         self._files: dict[str, _File] = {}
         """The known block files of all models, by their path within the folder."""
@@ -111,15 +111,13 @@ class KvFolder:
         self._to_scan = deque[str]()
         open_private(path)
         try:
-            for folder in (self._home, path / _TEMPORARY):
-                folder.mkdir(mode=0o700, exist_ok=True)
+            self._home.mkdir(mode=0o700, exist_ok=True)
             self.secret = self._read_secret()
             self._write_about(about)
         except OSError as error:
             raise CacheError(
                 f"kv_cache_dir {path}: {error.strerror}; choose a folder that you may write"
             ) from error
-        self._remove_stale()
 
     @property
     def num_bytes(self) -> int:
@@ -282,27 +280,19 @@ class KvFolder:
         return content if bytes(digest) == _digest(header, content) else None
 
     def _put(self, where: str, parts: Sequence[Any], used: float | None = None) -> None:
-        """Write a file under a temporary name, then give it its name."""
-        temporary = self.path / _TEMPORARY / f"{os.getpid()}-{next(self._numbers)}"
-        target = self.path / where
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            descriptor = _open_anew(temporary, flags)
+        """Write a file whole, or not at all."""
+        with replacing(self.path / where) as scratch:
+            try:
+                descriptor = os.open(scratch, _NEW, 0o600)
+            except FileNotFoundError:  # a new folder, or one that was removed
+                scratch.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                descriptor = os.open(scratch, _NEW, 0o600)
             try:
                 _write_all(descriptor, parts)
                 if used is not None:
                     os.utime(descriptor, (used, used))
             finally:
                 os.close(descriptor)
-            try:
-                os.rename(temporary, target)
-            except FileNotFoundError:
-                target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                os.rename(temporary, target)
-        except OSError:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
 
     def _stop_writing(self, error: OSError) -> None:
         self.is_read_only = True
@@ -322,29 +312,17 @@ class KvFolder:
             if len(secret) == _SECRET_BYTES:
                 return secret
             path.unlink(missing_ok=True)  # a damaged secret: all blocks are misses
-        own = self.path / _TEMPORARY / f"{os.getpid()}-{next(self._numbers)}"
-        descriptor = _open_anew(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
-        try:
-            _write_all(descriptor, [os.urandom(_SECRET_BYTES)])
-        finally:
-            os.close(descriptor)
-        with suppress(FileExistsError):
-            os.link(own, path)  # the first process wins
-        own.unlink()
+        with tempfile.NamedTemporaryFile(dir=self.path) as own:
+            own.write(os.urandom(_SECRET_BYTES))
+            own.flush()
+            with suppress(FileExistsError):
+                os.link(own.name, path)  # the first process wins
         return path.read_bytes()
 
     def _write_about(self, about: dict[str, Any]) -> None:
         if _read_about(self._home) != about:
             text = json.dumps(about).encode()
             self._put(f"{self._model.hex()}/{_ABOUT}", [text])
-
-    def _remove_stale(self) -> None:
-        now = time.time()
-        with suppress(OSError):
-            for entry in os.scandir(self.path / _TEMPORARY):
-                with suppress(OSError):
-                    if now - entry.stat(follow_symlinks=False).st_mtime > _STALE_SECONDS:
-                        os.unlink(entry.path)
 
 
 # The folder as a whole
@@ -388,7 +366,8 @@ def list_models(path: Path) -> list[ModelEntry]:
         files = [
             file
             for folder in _block_folders(path, [home])
-            for file in _scan_files(path, folder).values()
+            for where, file in _scan_files(path, folder).items()
+            if not where.endswith(UNFINISHED)
         ]
         models.append(
             ModelEntry(
@@ -484,15 +463,6 @@ def _digest(header: bytes, content: Bytes) -> bytes:
     digest = xxhash.xxh3_128(header)
     digest.update(content.data)
     return digest.digest()
-
-
-def _open_anew(path: Path, flags: int) -> int:
-    """Open a temporary file; its folder may have been removed."""
-    try:
-        return os.open(path, flags, 0o600)
-    except FileNotFoundError:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return os.open(path, flags, 0o600)
 
 
 def _read_all(descriptor: int, parts: Sequence[memoryview]) -> bool:

@@ -1,6 +1,7 @@
 """KV that survives a restart: later engines compute fewer rows, and give the same tokens."""
 
 import gc
+import shutil
 import time
 import weakref
 from pathlib import Path
@@ -107,8 +108,9 @@ def test_a_full_disk_stops_no_request(tmp_path: Path) -> None:
     run(engine, recurring(1, 25, 1))
     disk = engine._kv.disk
     assert disk is not None
-    (tmp_path / "kv/tmp").rmdir()
-    (tmp_path / "kv/tmp").write_text("no folder")
+    disk.flush(5)
+    shutil.rmtree(tmp_path / "kv")
+    (tmp_path / "kv").write_text("no folder")
     run(engine, recurring(4, 25, 2))
     engine.close()
     assert disk._folder.is_read_only

@@ -193,14 +193,16 @@ def test_prune_of_a_folder(tmp_path: Path) -> None:
     assert prune_folder(tmp_path / "kv", 0) == 0 and second.num_blocks == 5
 
 
-def test_stale_temporary_files_are_removed(tmp_path: Path) -> None:
-    opened(tmp_path / "kv")
-    old, new = tmp_path / "kv/tmp/1-1", tmp_path / "kv/tmp/1-2"
-    old.write_bytes(b"part")
-    new.write_bytes(b"part")
-    os.utime(old, (0, 0))
-    opened(tmp_path / "kv")
-    assert not old.exists() and new.exists()
+def test_parts_of_killed_processes_count_for_the_bound(tmp_path: Path) -> None:
+    folder = opened(tmp_path / "kv")
+    folder.write(label(1), 0, content(1))
+    whole = file_of(tmp_path, label(1))
+    part = whole.with_name(f".{whole.name}.1-1.unfinished")
+    part.write_bytes(bytes(900))
+    os.utime(part, (0, 0))
+    again = opened(tmp_path / "kv", whole.stat().st_size + 100)
+    again.scan()
+    assert not part.exists() and has(again, label(1), 1)
 
 
 def test_a_damaged_secret_is_replaced(tmp_path: Path) -> None:
@@ -231,7 +233,7 @@ def test_a_full_disk_is_logged_once_and_reading_goes_on(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert run.stderr.count("\n") == 1 and "no more blocks are written" in run.stderr
-    assert not list((tmp_path / "kv/tmp").iterdir())
+    assert not list(tmp_path.rglob("*.unfinished"))
 
 
 def test_a_killed_writer_leaves_whole_files(tmp_path: Path) -> None:
