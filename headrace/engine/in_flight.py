@@ -16,6 +16,8 @@ class InFlightStep:
     """None while speculation is paused."""
     started: float
     """Seconds of the engine's clock, before scheduling."""
+    host_seconds: float = 0.0
+    """Seconds outside the launches."""
     logit_ops: list[LogitOp] = field(default_factory=list)
     """Ops that score or pool prompts, then ops that sample, in the order of `groups`."""
     groups: dict[Acceptor, list[ScheduledSequence]] = field(default_factory=dict)

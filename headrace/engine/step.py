@@ -89,6 +89,7 @@ class StepLoop:
         prepare_logit_ops(step, self.scheduler)
         needs_logits = step.needs_logits or self.speculation.needs_logits
         needs_hidden = self.speculation.needs_hidden
+        step.host_seconds = self.clock() - step.started
 
         if max_launches:
             step.is_plain = True
@@ -129,6 +130,7 @@ class StepLoop:
         return step
 
     def _apply(self, step: InFlightStep, results: list[StepResult], updates: list[Update]) -> None:
+        started = self.clock()
 
         # Accept: each sequence that continues gets a commit.
         commits, failures = resolve_step(step, results, self.scheduler, self.tokenizer)
@@ -146,14 +148,16 @@ class StepLoop:
         move_slots(self.executable, moves)
 
         # Observe: proposers and the controller learn from the step.
+        now = self.clock()
         self.speculation.observe(
             step.scheduled,
             step.drafts,
             [commit for _, commit in commits],
             results[-1],
             num_rows=step.num_rows,
-            seconds=self.clock() - step.started,
+            seconds=now - step.started,
             num_launches=len(results),
+            host_seconds=step.host_seconds + now - started,
         )
         if self.learner:
             self.learner.observe(commits, results, step.drafts.candidates if step.drafts else {})

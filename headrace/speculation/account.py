@@ -1,6 +1,6 @@
 """The account of a proposer: the time that it has saved, less the time that it has cost."""
 
-TIME_SHARE = 0.01
+TIME_SHARE = 0.005
 """Share of the time that a proposer may lose."""
 START_SECONDS = 0.05
 """Balance of the first account of a proposer, to read the first prompts."""

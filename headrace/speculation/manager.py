@@ -19,6 +19,8 @@ from headrace.speculation.step_cost import StepCost
 
 _RECORD_EVERY = 0.05
 """Interval in seconds while speculation pauses."""
+_LAUNCHES_RATE = 0.1
+"""Weight of the newest step in the mean number of launches."""
 
 
 class ScheduledView(Protocol):
@@ -101,6 +103,8 @@ class SpeculationManager:
         """Costs by bit length of the number of sequences: rows over more contexts take longer."""
         self._clock = clock
         self._last_record = 0.0
+        self._plain_launches = 1.0
+        """Mean launches of a step during a pause."""
 
     @property
     def pause_seconds(self) -> float:
@@ -197,10 +201,12 @@ class SpeculationManager:
         num_rows: int,
         seconds: float,
         num_launches: int,
+        host_seconds: float = 0.0,
     ) -> None:
         """Learn from a finished step of `num_launches` launches.
 
-        `seconds` is the time of all launches, `result` the result of the last.
+        `seconds` is the time of all launches, with `host_seconds` outside them; `result` is the
+        result of the last.
         """
         if not self._guards:
             return
@@ -219,7 +225,12 @@ class SpeculationManager:
                 item = scheduled[commit.source]
                 for candidate in drafts.candidates.get(item, ()):
                     self._policy.record_acceptance(item.seq, candidate, commit.tokens)
+            # Multi-step decoding would have shared the host's work between some launches.
+            host_seconds -= drafts.overhead + sum(drafts.call_seconds.values())
+            drafts.overhead += max(0.0, host_seconds) * (1 - 1 / self._plain_launches)
             drafts.overhead += self._clock() - now
+        else:
+            self._plain_launches += _LAUNCHES_RATE * (num_launches - self._plain_launches)
         if not self.is_paused or (drafts and drafts.calls):
             self._notify(list(self._guards), scheduled, commits, result, drafts)
         elif self._reads_rows and num_rows > len(scheduled):

@@ -9,6 +9,7 @@ from headrace.config import EngineConfig
 from headrace.engine.scheduled import ScheduledSequence
 from headrace.logit_ops import StepResult
 from headrace.sampling_params import SamplingParams
+from headrace.speculation.adaptive_policy import AdaptivePolicy
 from headrace.speculation.manager import SpeculationManager
 from tests.engine.toy import VOCAB, toy_engine
 from tests.speculation.test_adaptive_policy import Machine
@@ -102,6 +103,31 @@ def test_a_step_with_drafts_counts_savings_and_is_observed() -> None:
         assert stats[:3] == (2, 6, accepted) and stats.seconds_saved == pytest.approx(seconds)
     (total,) = speculation.stats.values()
     assert total[:3] == (4, 12, 4) and total.seconds_saved == pytest.approx(sum(saved))
+
+
+def test_host_work_that_several_launches_would_share_is_booked() -> None:
+    """A step with calls of 4 ms outside the launch, during pauses of steps with 4 launches."""
+    balances = []
+    for launches in (1, 4):
+        engine, clock = toy_engine(), Clock()
+        engine.add_request([1])
+        item = ScheduledSequence(engine._requests["0"].seqs[0], 1, can_sample=True)
+        speculation = SpeculationManager(
+            {"watcher": Watcher(lambda position: 1.0)}, EngineConfig(), VOCAB, clock
+        )
+        speculation._costs[1] = Machine()
+        args = [Commit(0, [], [1], [])], StepResult([], None), 1
+        for _ in range(100):
+            speculation.observe([item], None, *args, 0.01 * launches, num_launches=launches)
+        drafts, _ = speculation.plan([item])
+        assert drafts and drafts.calls
+        item.draft_budget = 3
+        speculation.draft(drafts)
+        speculation.observe([item], drafts, *args, 0.014, num_launches=1, host_seconds=0.004)
+        policy = speculation._policy
+        assert isinstance(policy, AdaptivePolicy)
+        balances.append(policy._account(policy._proposers["watcher"]).balance)
+    assert balances[0] - balances[1] == pytest.approx(0.003, rel=0.01)
 
 
 class TestStepCosts:
