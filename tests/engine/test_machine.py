@@ -20,7 +20,7 @@ from headrace.errors import RequestError
 from headrace.logit_ops import StepResult
 from headrace.outputs import Update
 from headrace.proposer import Proposer
-from headrace.request import Pooling, PoolingParams, RequestOptions
+from headrace.request import PathOptions, Pooling, PoolingParams, RequestOptions
 from headrace.sampling_params import SamplingParams
 from tests.acceptors.beam_twin import beam_search
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine, toy_logits, toy_vector
@@ -134,6 +134,7 @@ class Life(RuleBasedStateMachine):
         params=st.one_of(sampling(), searching()),
         priority=st.integers(-1, 1),
         salt=st.sampled_from([None, None, "a"]),
+        keeps=st.booleans(),
     )
     def add(
         self,
@@ -143,13 +144,18 @@ class Life(RuleBasedStateMachine):
         params: SamplingParams,
         priority: int,
         salt: str | None,
+        keeps: bool = False,
     ) -> None:
         prompt = STEMS[stem][:shared] + rest
+        path = None
+        if keeps and self.config["prefix_cache"] and params.beam_width is None:
+            number = len(self.prompt_lens)
+            path = PathOptions(keep=[f"{number}/{index}" for index in range(params.n)])
         try:
             request_id = self.engine.add_request(
                 prompt,
                 params,
-                options=RequestOptions(priority=priority, cache_salt=salt),
+                options=RequestOptions(priority=priority, cache_salt=salt, path=path),
             )
         except RequestError as error:
             longest = min(MAX_MODEL_LEN, len(prompt) + (params.max_tokens or 0)) - 1
@@ -198,6 +204,11 @@ class Life(RuleBasedStateMachine):
         self.params[request_id] = SamplingParams(max_tokens=1)
         self.truth[len(self.prompt_lens), 0] = prompt
         self.prompt_lens.append(len(prompt))
+
+    @precondition(lambda self: getattr(self, "prompt_lens", None))
+    @rule(number=st.integers(0, 20), index=st.integers(0, 4))
+    def release(self, number: int, index: int) -> None:
+        self.engine.release([f"{number % len(self.prompt_lens)}/{index}"])
 
     @rule(steps=st.integers(1, 10))
     def step(self, steps: int) -> None:
@@ -274,13 +285,19 @@ class Life(RuleBasedStateMachine):
         for queue in (scheduler.running, scheduler.waiting):
             assert [b.rank for b in queue] == sorted(b.rank for b in queue)
         assert all(not seq.tables and seq.computed == 0 for seq in scheduler.waiting)
-        self.engine._kv.check([seq.tables for seq in (*scheduler.running, *scheduler._dropped)])
+        held = [seq.tables for seq in (*scheduler.running, *scheduler._dropped)]
+        self.engine._kv.check([*held, *scheduler.kept.tables])
         assert all(seq.num_in_flight for seq in scheduler._dropped)
         executable: Any = self.engine._loop.executable
         for request in self.engine._requests.values():
             assert (
                 not request.acceptor.is_group or len({len(seq.known) for seq in request.seqs}) == 1
             )
+        for name, kept in scheduler.kept._paths.items():
+            number, index = map(int, name.split("/"))
+            num_tokens = kept.node.depth * self.engine._kv.block_size + len(kept.tail) // 4
+            text = self.truth[number, index][:num_tokens]
+            executable.check(self.engine._kv, kept.tables, text)
         for seq in scheduler.running:
             assert 0 <= seq.settled <= seq.computed < seq.length + (seq.request.pooling is not None)
             executable.check(self.engine._kv, seq.tables, seq.known[: seq.settled])
@@ -294,7 +311,9 @@ class Life(RuleBasedStateMachine):
             bound -= 1
             assert bound, "no end in sight"
         self.blocks_add_up()
+        self.engine.release_all("")
         stats = self.engine.stats()
+        assert not stats.kept_paths
         assert stats.blocks_free == stats.blocks_total
         assert stats.running == stats.waiting == 0
         assert self.finished.keys() == self.params.keys()
