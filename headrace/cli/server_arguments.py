@@ -115,6 +115,13 @@ def _add_limits(group: Arguments) -> None:
         metavar="N",
         help="maximum concurrent requests of one API key; 0: no limit",
     )
+    group.add_argument(
+        "--max-sessions",
+        type=whole_number(0, MAX_COUNT),
+        default=16,
+        metavar="N",
+        help="maximum open sessions of one API key; 0: sessions are refused",
+    )
     seconds = {
         "--request-timeout": (600.0, "maximum seconds of a request"),
         "--receive-timeout": (60.0, "maximum seconds to receive the head, then the body"),
@@ -163,6 +170,7 @@ def settings_of(
         allow_adapter_changes=args.allow_adapter_changes,
         max_waiting=args.max_waiting,
         max_per_key=args.max_per_key,
+        max_sessions=args.max_sessions,
         request_timeout=args.request_timeout,
         receive_timeout=args.receive_timeout,
         send_timeout=args.send_timeout,

@@ -5,7 +5,7 @@ import logging
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import count
 
@@ -34,6 +34,8 @@ log = logging.getLogger("headrace.server")
 
 
 class EngineClient:
+    has_sessions = True
+
     def __init__(
         self,
         model: str,
@@ -99,6 +101,14 @@ class EngineClient:
             self._forget(stream.id)
             raise
         return stream
+
+    def release(self, names: Iterable[str]) -> None:
+        """Stop keeping the KV of paths, without waiting."""
+        self._send(frames.Release("", list(names)))
+
+    def release_all(self, prefix: str) -> None:
+        """Stop keeping the KV of all paths whose names begin with `prefix`."""
+        self._send(frames.Release("", [], prefix))
 
     async def load_adapter(self, name: str, path: str) -> None:
         reply = await self._run_command(

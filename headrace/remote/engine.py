@@ -1,6 +1,6 @@
 """Protocol of an engine that runs elsewhere."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, Protocol
 
 from headrace.remote import frames
@@ -51,6 +51,16 @@ class RemoteEngine(Protocol):
 
         Raises RefusedError, NotReadyError without an engine, and EngineDeadError.
         """
+
+    @property
+    def has_sessions(self) -> bool:
+        """Whether all requests run in one engine, which keeps the KV of sessions."""
+
+    def release(self, names: Iterable[str]) -> None:
+        """Stop keeping the KV of paths, without waiting; never raises."""
+
+    def release_all(self, prefix: str) -> None:
+        """Stop keeping the KV of all paths whose names begin with `prefix`."""
 
     async def load_adapter(self, name: str, path: str) -> None: ...
 

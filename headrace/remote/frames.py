@@ -64,6 +64,15 @@ class Finish(msgspec.Struct, array_like=True, tag=True, frozen=True):
     id: str
 
 
+class Release(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Stop keeping the KV of paths of sessions. There is no reply, and no id."""
+
+    id: str
+    names: list[str]
+    prefix: str = ""
+    """Beginning of the names of further paths; empty: none."""
+
+
 class LoadAdapter(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """The reply is `Accepted` or `Refused`."""
 
@@ -85,7 +94,7 @@ class MapBlocks(msgspec.Struct, array_like=True, tag=True, frozen=True):
     id: str
 
 
-Command = Add | Abort | Finish | LoadAdapter | UnloadAdapter | MapBlocks
+Command = Add | Abort | Finish | Release | LoadAdapter | UnloadAdapter | MapBlocks
 
 
 class EngineInfo(msgspec.Struct, array_like=True, tag=True, frozen=True, kw_only=True):

@@ -121,6 +121,11 @@ class EngineHost:
                 case frames.Finish(request_id):
                     self.thread.finish(request_id)
                     return
+                case frames.Release(_, names, prefix):
+                    self.thread.release(names)
+                    if prefix:
+                        self.thread.release_all(prefix)
+                    return
                 case frames.Add():
                     self._add(command)
                     return

@@ -5,7 +5,7 @@ Every request gets a seed, so that all replicas sample the same tokens.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, aclosing, contextmanager
 from itertools import count
 from time import monotonic
@@ -115,6 +115,14 @@ class Fleet:
             self._abort(request.id)
             raise
         return stream
+
+    has_sessions = False
+
+    def release(self, names: Iterable[str]) -> None:
+        """Do nothing: no replica keeps paths."""
+
+    def release_all(self, prefix: str) -> None:
+        """Do nothing: no replica keeps paths."""
 
     async def load_adapter(self, name: str, path: str) -> None:
         with _not_ready_without_replica():

@@ -61,7 +61,7 @@ def mcts(
             continue
         nodes = place.node.sample(branching, params)
         for node, number in zip(nodes, valued(value, nodes), strict=True):
-            child = _TreeNode(node, place, number)
+            child = _TreeNode(node=node, parent=place, value=number)
             place.children.append(child)
             child.visit(number)
         found += place.children

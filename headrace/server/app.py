@@ -19,6 +19,7 @@ from headrace.server import (
     messages,
     responses,
     responses_records,
+    sessions,
     stats_routes,
     tokens,
     web_page,
@@ -62,6 +63,13 @@ ROUTES = {
     ),
     "/v1/responses": Route("POST", responses.responses, responses_records.ResponsesRequest),
     "/v1/embeddings": Route("POST", embeddings.embeddings, records.EmbeddingRequest),
+    "/v1/sessions": Route("POST", sessions.create, records.SessionRequest),
+    "/v1/sessions/extend": Route("POST", sessions.extend, records.SessionExtendRequest),
+    "/v1/sessions/fork": Route("POST", sessions.fork, records.SessionForkRequest),
+    "/v1/sessions/rollback": Route("POST", sessions.rollback, records.SessionRollbackRequest),
+    "/v1/sessions/sample": Route("POST", sessions.sample, records.SessionSampleRequest),
+    "/v1/sessions/score": Route("POST", sessions.score, records.SessionScoreRequest),
+    "/v1/sessions/close": Route("POST", sessions.close_node, records.SessionNodeRequest),
     "/v1/load_lora_adapter": Route("POST", adapters.load_adapter, records.LoadAdapterRequest),
     "/v1/unload_lora_adapter": Route("POST", adapters.unload_adapter, records.UnloadAdapterRequest),
     "/tokenize": Route("POST", tokens.tokenize, records.TokenizeRequest),
@@ -85,8 +93,13 @@ _WHILE_LOADING: dict[str, _StatelessHandler] = {
     "/openapi.json": openapi,
     **dict.fromkeys(web_page.FILES, web_page.page_file),
 }
-_MODEL_PREFIX = "/v1/models/"
-_MODEL_ROUTE = Route("GET", health.model)
+_PREFIX_ROUTES = {
+    "/v1/models/": Route("GET", health.model),
+    "/v1/sessions/": Route("DELETE", sessions.delete),
+}
+"""Routes whose paths end in a name."""
+_NAMES = {"/v1/models/": "model", "/v1/sessions/": "session"}
+"""Names of these names in OpenAPI."""
 
 
 def make_app(state: ServerState, observers: Iterable[Observer] = ()) -> AsgiApp:
@@ -97,7 +110,7 @@ def make_app(state: ServerState, observers: Iterable[Observer] = ()) -> AsgiApp:
 
     return AsgiApp(
         {path: {route.method: handler(route)} for path, route in table.items()},
-        {_MODEL_PREFIX: handler(_MODEL_ROUTE)},
+        {path: {route.method: handler(route)} for path, route in _PREFIX_ROUTES.items()},
         state.settings,
         (state.metrics.request_ended, *observers),
     )
@@ -112,7 +125,7 @@ def make_loading_app(settings: Settings, observers: Iterable[Observer] = ()) -> 
     table = ROUTES | (WORKER_ROUTES if settings.worker else {})
     return AsgiApp(
         {path: {route.method: handler(path)} for path, route in table.items()},
-        {_MODEL_PREFIX: handler(_MODEL_PREFIX)},
+        {path: {route.method: handler(path)} for path, route in _PREFIX_ROUTES.items()},
         settings,
         observers,
     )
@@ -130,9 +143,11 @@ def openapi_document() -> dict[str, Any]:
     paths = {
         path: {route.method.lower(): _operation(path, route)} for path, route in ROUTES.items()
     }
-    model_name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-    model_operation = _operation(_MODEL_PREFIX, _MODEL_ROUTE)
-    paths[_MODEL_PREFIX + "{model}"] = {"get": {"parameters": [model_name]} | model_operation}
+    for prefix, route in _PREFIX_ROUTES.items():
+        name = _NAMES[prefix]
+        parameter = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        operation = {"parameters": [parameter]} | _operation(prefix, route)
+        paths[f"{prefix}{{{name}}}"] = {route.method.lower(): operation}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Headrace", "version": version("headrace")},

@@ -38,11 +38,11 @@ class AsgiApp:
     def __init__(
         self,
         routes: Routes,
-        prefix_routes: Mapping[str, Handler],
+        prefix_routes: Routes,
         settings: Settings,
         observers: Iterable[Observer] = (),
     ) -> None:
-        """`prefix_routes` are GET routes whose paths end in a name."""
+        """`prefix_routes` are routes whose paths end in a name."""
         self._routes = routes
         self._prefix_routes = prefix_routes
         self._settings = settings
@@ -109,9 +109,9 @@ class AsgiApp:
     def _methods(self, path: str) -> dict[str, Handler]:
         """Return the handlers of a route by method. Raises ApiError without a route."""
         methods = dict(self._routes.get(path, {}))
-        for prefix, handler in self._prefix_routes.items():
+        for prefix, handlers in self._prefix_routes.items():
             if not methods and path.startswith(prefix):
-                methods["GET"] = handler
+                methods.update(handlers)
         if not methods:
             raise ApiError(404, "not_found", no_such_route(path, self._routes))
         if "GET" in methods:

@@ -53,6 +53,8 @@ _GAUGES = {
     "blocks_free": _Name(
         "headrace_kv_blocks_free", (), "KV blocks that no sequence holds, cached ones included."
     ),
+    "kept_paths": _Name("headrace_kept_paths", (), "Paths of sessions whose KV is kept."),
+    "kept_blocks": _Name("headrace_kv_blocks_kept", (), "KV blocks of these paths."),
     "kv_host_bytes": _Name(
         "headrace_kv_host_bytes", (), "Bytes of host memory in use for offloaded KV."
     ),

@@ -33,6 +33,9 @@ from headrace.server.field_types import (
 )
 
 MAX_MESSAGES = 4096
+MAX_SESSION_NODES = 10_000
+MAX_CONTINUATIONS = 256
+"""Continuations that one request may score."""
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 _Small = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
@@ -281,6 +284,75 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[TokenId]
     model: str | None = None
     skip_special_tokens: bool | None = None
+
+
+_SessionId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+_NodeName = Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+_SessionText = _Text | Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+
+
+class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/sessions`: either `prompt` or `messages`."""
+
+    prompt: _SessionText | None = None
+    messages: list[ChatMessage] | None = None
+    model: str | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    """Base seed of the sampled nodes."""
+    ttl: Annotated[float, msgspec.Meta(gt=0, le=86_400)] | None = None
+    """Seconds without a request after which the session ends."""
+    max_nodes: Annotated[int, msgspec.Meta(ge=1, le=MAX_SESSION_NODES)] | None = None
+    cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_SALT_CHARACTERS)] | None = None
+    add_special_tokens: bool | None = None
+
+
+class SessionNodeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`POST /v1/sessions/close`, and the fields that all routes of a node share."""
+
+    session: _SessionId
+    node: _NodeName = "0"
+    """Name of the node; `0` is the root."""
+
+
+class SessionExtendRequest(SessionNodeRequest, frozen=True, kw_only=True):
+    """`POST /v1/sessions/extend`."""
+
+    text: _SessionText
+    """Text or token ids of the child."""
+
+
+class SessionForkRequest(SessionNodeRequest, frozen=True, kw_only=True):
+    """`POST /v1/sessions/fork`."""
+
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)]
+
+
+class SessionRollbackRequest(SessionNodeRequest, frozen=True, kw_only=True):
+    """`POST /v1/sessions/rollback`."""
+
+    to: _Count
+    """Tokens of the path that stay."""
+
+
+class SessionScoreRequest(SessionNodeRequest, frozen=True, kw_only=True):
+    """`POST /v1/sessions/score`."""
+
+    continuations: Annotated[
+        list[_SessionText], msgspec.Meta(min_length=1, max_length=MAX_CONTINUATIONS)
+    ]
+    priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+
+
+class SessionSampleRequest(SharedSampling, frozen=True, kw_only=True):
+    """`POST /v1/sessions/sample`. The session has `cache_salt`, and nothing is streamed."""
+
+    session: _SessionId
+    node: _NodeName = "0"
+    k: Annotated[int, msgspec.Meta(ge=1, le=MAX_SEQUENCES)] | None = None
+    """Number of children; 1 by default."""
+    max_tokens: _Count | None = None
+    logprobs: bool | None = None
+    """Whether the nodes have the log-probabilities of their tokens."""
 
 
 class LoadAdapterRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of waiting sequences; further requests get status 503."""
     max_per_key: int = 0
     """Maximum number of concurrent requests per API key, 0 for no limit; more get status 429."""
+    max_sessions: int = 16
+    """Maximum number of open sessions per API key, above which another gets status 429."""
     request_timeout: float = 600.0
     """Maximum seconds per request, after which it gets status 504."""
     receive_timeout: float = 60.0

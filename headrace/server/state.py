@@ -34,6 +34,7 @@ from headrace.server.errors import (
 from headrace.server.http_exchange import HttpExchange
 from headrace.server.metrics import Metrics
 from headrace.server.output_parsers.parser import OutputFormat
+from headrace.server.served_sessions import Sessions
 from headrace.server.settings import Settings
 from headrace.server.step_roofline import StepRoofline
 from headrace.server.step_watch import StepWatch
@@ -106,6 +107,7 @@ class ServerState:
         """Tells a frontend that this process was restarted."""
         self.draining = False
         self.num_stats_streams = 0
+        self.sessions = Sessions(self.settings.max_sessions)
         self._admissions = Admissions()
         self._requests_by_key: Counter[str] = Counter()
 

@@ -46,7 +46,7 @@ class AsyncNode(BaseNode["AsyncSession"]):
         except BaseException:
             sampling.abandon()
             raise
-        return sampling.children(result)
+        return sampling.children(result.outputs)
 
     async def score(
         self,

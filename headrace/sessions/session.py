@@ -118,7 +118,8 @@ class Session(BaseSession[Node]):
                 sampling.abandon()
             raise
         return [
-            sampling.children(result) for sampling, result in zip(samplings, results, strict=True)
+            sampling.children(result.outputs)
+            for sampling, result in zip(samplings, results, strict=True)
         ]
 
     def score(

@@ -1,5 +1,6 @@
 """Sessions: trees of texts over one model, whose nodes share their KV (docs/use/sessions.md)."""
 
+import reprlib
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -223,6 +224,7 @@ class BaseSession(Generic[AnyNode]):
         self.seed = random_seed() if options.seed is None else int(options.seed)
         """Base seed of the session."""
         self.id = uuid4().hex
+        self._nodes: dict[str, AnyNode] = {}  # open nodes by name
         self._children: dict[str, list[str]] = {}  # by name of each open node
         self._num_children: dict[str, int] = {}  # closed ones included
         self._make_node = make_node
@@ -232,15 +234,29 @@ class BaseSession(Generic[AnyNode]):
         self.root = make_node(
             session=self, name="0", parent=None, own_token_ids=ids, num_tokens=len(ids)
         )
+        self._nodes["0"] = self.root
         self._children["0"] = []
         self._num_children["0"] = 0
 
     # Nodes
 
     @property
+    def nodes(self) -> list[AnyNode]:
+        """The nodes that are not closed."""
+        return list(self._nodes.values())
+
+    @property
     def num_nodes(self) -> int:
-        """Nodes that are not closed."""
-        return len(self._children)
+        """Number of nodes that are not closed."""
+        return len(self._nodes)
+
+    def node(self, name: str) -> AnyNode:
+        """Return an open node by its name. Raises RequestError if there is none."""
+        if name not in self._nodes:
+            raise RequestError(
+                f"the session has no open node {reprlib.repr(name)}; use an open node"
+            )
+        return self._nodes[name]
 
     def holds(self, node: AnyNode) -> bool:
         return node.session is self and node.name in self._children
@@ -299,6 +315,7 @@ class BaseSession(Generic[AnyNode]):
         )
         if parent.name in self._children:  # else it was closed while the child was sampled
             self._children[parent.name].append(name)
+            self._nodes[name] = node
             self._children[name] = []
             self._num_children[name] = 0
         else:
@@ -314,11 +331,12 @@ class BaseSession(Generic[AnyNode]):
         names = [node.name]
         for name in names:  # which grows
             names += self._children.pop(name)
-            del self._num_children[name]
+            del self._num_children[name], self._nodes[name]
         self.host.release([self._path_name(name) for name in names])
 
     def close(self) -> None:
         """Close all nodes, and stop keeping their KV. A second call does nothing."""
+        self._nodes.clear()
         self._children.clear()
         self._num_children.clear()
         self._finalizer()
@@ -418,8 +436,8 @@ class Sampling(Generic[AnyNode]):
         self._names = names
         self._seeds = seeds
 
-    def children(self, result: RequestOutput) -> list[AnyNode]:
-        """Return the children that the request has sampled."""
+    def children(self, outputs: Sequence[CompletionOutput]) -> list[AnyNode]:
+        """Return the children with these outputs of the request."""
         return [
             self._session._add(
                 self._node,
@@ -428,7 +446,7 @@ class Sampling(Generic[AnyNode]):
                 None if self.request.params.beam_width is not None else seed,
                 output,
             )
-            for name, seed, output in zip(self._names, self._seeds, result.outputs, strict=True)
+            for name, seed, output in zip(self._names, self._seeds, outputs, strict=True)
         ]
 
     def abandon(self) -> None:

@@ -61,6 +61,7 @@ ROUTE = [
             ("--port", "-1"),
             ("--max-waiting", "9" * 30),
             ("--max-per-key", "1e3"),
+            ("--max-sessions", "-1"),
             ("--request-timeout", "nan"),
             ("--drain-seconds", "-1"),
             ("--stall-seconds", "0"),

@@ -81,6 +81,9 @@ def test_generated_requests_follow_the_openapi_document(api_server: Running) -> 
         )
         seen[case.path, response.status_code] += 1
         case.validate_response(response, checks=CHECKS)
+        if case.path == "/v1/sessions" and response.status_code == 200:
+            path = f"/v1/sessions/{response.json()['id']}"
+            assert api_server.request("DELETE", path).status == 200
         assert b"internal_error" not in response.content, (
             response.content
         )  # also not as an event of a stream
