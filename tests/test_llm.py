@@ -44,7 +44,7 @@ def clean(llm: LLM) -> bool:
 
 def until(holds: Callable[[], bool]) -> None:
     """Wait until `holds` returns true; fail after some seconds."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 150
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.001)

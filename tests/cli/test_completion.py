@@ -110,7 +110,7 @@ def type_in_bash(
     try:
         for typed, expected in [("", "$ "), *keys]:
             os.write(terminal, typed.encode())
-            seen, deadline = "", time.monotonic() + 60
+            seen, deadline = "", time.monotonic() + 150
             while expected not in re.sub(r"[\r\x07\x08]", "", seen):
                 timeout = max(0, deadline - time.monotonic())
                 assert select.select([terminal], [], [], timeout)[0], (typed, seen)

@@ -265,7 +265,7 @@ class TestInterrupt:
         )
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=150)
         assert process.returncode == 130 and not errors
 
     def test_closed_pipe(self) -> None:
@@ -275,7 +275,7 @@ class TestInterrupt:
         )
         assert process.stdout.read(1)
         process.stdout.close()
-        assert process.stderr.read() == b"" and process.wait(timeout=60) == 1
+        assert process.stderr.read() == b"" and process.wait(timeout=150) == 1
 
 
 class Terminal:
@@ -311,7 +311,7 @@ class Terminal:
         return text
 
     def close(self) -> int:
-        code = self.process.wait(timeout=60)
+        code = self.process.wait(timeout=150)
         os.close(self.master)
         return code
 

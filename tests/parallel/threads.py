@@ -18,7 +18,7 @@ from headrace.parallel.mesh import Mesh, weights_of
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 
-SECONDS = 20
+SECONDS = 150
 
 
 class _Stage:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-SECONDS = 60.0
+SECONDS = 150.0
 """Maximum seconds to wait for anything, on a busy machine."""
 
 

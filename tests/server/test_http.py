@@ -20,7 +20,7 @@ from headrace.server.app import ROUTES, openapi_document
 from headrace.server.cors import read_origins
 from headrace.server.serving import check, listen
 from headrace.server.settings import Settings
-from tests.server.running import Running, running
+from tests.server.running import SECONDS, Running, running
 
 KEYS = ("first-key", "second-key")
 PAGE = "http://localhost:3000"
@@ -442,7 +442,9 @@ class TestBodies:
             b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n",
             b"GET /a\r\nb HTTP/1.1\r\n\r\n",
         ):
-            with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            with socket.create_connection(
+                ("127.0.0.1", server.port), timeout=SECONDS
+            ) as connection:
                 connection.sendall(rubbish)
                 connection.settimeout(2)
                 with contextlib.suppress(TimeoutError, ConnectionResetError):

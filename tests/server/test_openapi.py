@@ -77,7 +77,7 @@ def test_generated_requests_follow_the_openapi_document(api_server: Running) -> 
     def send(case: Case) -> None:
         case.body = as_clients_write(case.body)
         response = case.call(
-            base_url=f"http://127.0.0.1:{api_server.port}", session=session, timeout=60
+            base_url=f"http://127.0.0.1:{api_server.port}", session=session, timeout=150
         )
         seen[case.path, response.status_code] += 1
         case.validate_response(response, checks=CHECKS)
@@ -134,6 +134,6 @@ def test_get_routes_follow_the_openapi_document(api_server: Running) -> None:
             case = operation.Case(
                 path_parameters={"model": "none"} if "{" in operation.path else {}
             )
-            response = case.call(base_url=f"http://127.0.0.1:{api_server.port}", timeout=60)
+            response = case.call(base_url=f"http://127.0.0.1:{api_server.port}", timeout=150)
             case.validate_response(response, checks=CHECKS)
             assert response.status_code == (404 if "{" in operation.path else 200), operation.path

@@ -19,7 +19,7 @@ from headrace.parallel.mesh import Mesh, weights_of
 from headrace.program.trace import Program
 from headrace.quant.formats import StoredTensor
 
-SECONDS = 60
+SECONDS = 150
 _T = TypeVar("_T")
 
 
