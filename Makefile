@@ -63,12 +63,12 @@ help:
 run: .venv/.core
 	@$(BIN)/headrace run '$(MODEL)' '$(subst ','\'',$(PROMPT))' </dev/null
 
-# Most tests of these run a tiny model in one thread: two at a time. A test beside them could disturb the others, which measure and interrupt.
-BY_TWO := $(addprefix tests/,acceptors backend checkpoint convert distil engine grammar kv loader model oracle parallel planner program quant sampling speculation)
+# A test next to these could disturb them: they compare times, or count memory, threads and processes. All others run two at a time.
+ALONE := $(addprefix tests/,benchmarks measure native soak test_benchmarks.py)
 
 test: .venv/.test
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(BY_TWO)
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(BY_TWO))
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=,$(ALONE))
+	$(BIN)/python -m pytest $(ALONE)
 
 test-api: .venv/.test
 	HEADRACE_API_CASES=$(CASES) HEADRACE_API_SEED=$(or $(SEED),0) $(BIN)/python -m pytest -s tests/server/test_openapi.py
@@ -107,9 +107,7 @@ test-cuda: .venv/.cuda
 test-ray: .venv/.ray
 	$(BIN)/python -m pytest tests/scaleout/check_deploy.py tests/scaleout/check_ray.py
 
-soak: export SOAK_ROUNDS ?= 200
-WHEEL_PYTHONS ?= $(PYTHON)
-TRY_PYTHONS ?=0
+soak: export SOAK_ROUNDS ?= 2000
 # Each new thread may begin an area of its own in glibc's heap: what is resident would be a matter of chance. And pytest would keep what is
 # logged of steps that fail, with the engines that they belonged to.
 soak: export MALLOC_ARENA_MAX = 1
