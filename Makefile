@@ -63,8 +63,8 @@ help:
 run: .venv/.core
 	@$(BIN)/headrace run '$(MODEL)' '$(subst ','\'',$(PROMPT))' </dev/null
 
-# A test next to these could disturb them: they compare times, or count memory, threads and processes. All others run two at a time.
-ALONE := $(addprefix tests/,benchmarks measure native soak test_benchmarks.py)
+# A test next to these could disturb them: they compare times, count memory, or end processes and threads. All others run two at a time.
+ALONE := $(addprefix tests/,benchmarks measure native remote scaleout soak test_async_llm.py test_benchmarks.py test_lifecycle.py test_llm.py)
 
 test: .venv/.test
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(addprefix --ignore=,$(ALONE))
