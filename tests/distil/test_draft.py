@@ -357,3 +357,14 @@ def test_the_engine_takes_about_as_many_steps_as_the_training_counts(
     assert facts["accepted"] > 50 and facts["tokens_as_recorded"] > 0.9 * facts["tokens"]
     predicted = facts["tokens_per_step_of_training"]
     assert predicted > 1.02 and abs(facts["tokens_per_step"] - predicted) < 0.15 * predicted
+
+
+@pytest.mark.parametrize(("option", "temperature"), [("", 0.6), ("--temperature 0", 0.0)])
+def test_temperature_of_the_answers(
+    teacher: Path, tmp_path: Path, option: str, temperature: float
+) -> None:
+    answers = tmp_path / "answers"
+    command = f"distil draft {teacher} {tmp_path / 'draft'} --answers {answers} --tokens 100 "
+    command += f"--steps 1 --vocab-size 80 --threads 1 {option}"
+    assert main(command.split()) == 0
+    assert open_answers(answers).meta.temperature == temperature
