@@ -34,17 +34,21 @@ def recorded(answers: AnswerSet, count: int) -> tuple[Answers, Answers]:
 
 
 def answer(
-    model: str, prompts: Answers, max_tokens: Sequence[int], drafter: str = ""
+    model: str, prompts: Answers, max_tokens: Sequence[int], threads: int, drafter: str = ""
 ) -> list[RequestOutput]:
     """Greedy answers, with all drafts of a drafter, or without drafts."""
     with LLM(
         model,
+        threads=threads,
         proposer="draft_model" if drafter else "off",
         draft_model=drafter,
         adaptive_speculation=False,
     ) as llm:
         params = [SamplingParams(temperature=0, max_tokens=limit) for limit in max_tokens]
-        return llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], params)
+        results = llm.generate([{"prompt_token_ids": tokens} for tokens in prompts], params)
+        if llm.stats().proposer_failures:
+            sys.exit("the drafter failed, as the log says; repeat it on a machine with less work")
+        return results
 
 
 def equal_tokens(first: list[int], second: list[int]) -> int:
@@ -61,12 +65,15 @@ def main() -> None:
     parser.add_argument("drafter", help="folder of a drafter")
     parser.add_argument("answers", type=Path, help="folder of recorded answers")
     parser.add_argument("--count", type=int, default=48, help="number of answers")
+    parser.add_argument("--threads", type=int, default=0)
     args = parser.parse_args()
 
     prompts, written = recorded(open_answers(args.answers), args.count)
     # As many tokens as are recorded: the training counts no others.
     limits = [max(2, len(tokens)) for tokens in written]
-    plain, drafted = (answer(args.model, prompts, limits, name) for name in ("", args.drafter))
+    plain, drafted = (
+        answer(args.model, prompts, limits, args.threads, name) for name in ("", args.drafter)
+    )
     found = [result.outputs[0].token_ids for result in drafted]
     if [result.outputs[0].token_ids for result in plain] != found:
         sys.exit("answers with drafts differ from those of plain decoding")

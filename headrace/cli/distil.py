@@ -127,7 +127,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--learning-rate",
         type=number(1e-7, 1),
         metavar="R",
-        help="highest learning rate (default: 0.00006 for a joined drafter, 0.001 for eagle3, "
+        help="highest learning rate (default: 0.0001 for a joined drafter, 0.001 for eagle3, "
         "0.0005 for a student)",
     )
     add_seed(training, 0, "seed of the answers, the first weights and the order of training")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from headrace.distil.draft import DraftStudent
 
 VOCAB_SIZE = 8192
-LEARNING_RATES = {"joined": 6e-5, "eagle3": 1e-3}
+LEARNING_RATES = {"joined": 1e-4, "eagle3": 1e-3}
 """The first weights of a joined layer draft well already, and large steps lose that."""
 _MAX_TOKENS = 192
 """Maximum tokens of an answer: more different answers in place of the ends of long ones."""
