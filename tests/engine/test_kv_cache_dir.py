@@ -61,6 +61,23 @@ def test_evicted_blocks_are_read_again(tmp_path: Path) -> None:
     engine._kv.check([])
 
 
+def test_two_engines_share_a_folder(tmp_path: Path) -> None:
+    """Each reads what the other wrote, within a bound that neither can hold all prompts in."""
+    engines = [toy_engine(num_blocks=10, folder=tmp_path / "kv", max_bytes=4000) for _ in range(2)]
+    for prompt in recurring(6, 25, 3):
+        for engine in engines:
+            run(engine, [prompt])
+            assert engine._kv.disk
+            engine._kv.disk.flush(10)
+    for engine in engines:
+        stats = engine.stats()
+        assert stats.disk_loaded_blocks > 0 and stats.cached_tokens > 0
+        engine._kv.check([])
+        engine.close()
+    used = sum(file.stat().st_size for file in tmp_path.rglob("*-?"))
+    assert 0 < used <= 2 * 4000
+
+
 def test_no_hit_with_another_salt_or_shape(tmp_path: Path) -> None:
     prompts = recurring(2, 25, 1)
     engine = toy_engine(folder=tmp_path / "kv")
