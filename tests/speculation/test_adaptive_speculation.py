@@ -481,7 +481,7 @@ def test_short_requests_pay_no_probe_each(seqs: int) -> None:
     seconds, stats, tokens = serve(step_ms, make, warm=False, **size)
     assert tokens == expected and stats.proposer_failures == 0
     assert seconds < 1.02 * plain + START_SECONDS + 0.02
-    assert readers[0].num_followed > 0
+    assert 0 < readers[0].num_followed < 0.1 * seqs * 30 * 20
 
 
 def test_a_reader_of_rows_that_is_right_drafts_early() -> None:
