@@ -306,11 +306,12 @@ def test_no_rank_outlives_rank_0(models: dict[str, Path]) -> None:
     os.kill(ranks[0], signal.SIGSTOP)
     first.kill()
     first.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while left := [rank for rank in ranks if is_running(rank)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.02)
-    assert shared_memory() <= shared
+    # Files that a process holds belong to another test.
+    assert not {path for path in shared_memory() - shared if not is_held(path) and path.exists()}
 
 
 def test_rank_with_other_instructions_is_refused(
@@ -333,6 +334,19 @@ def test_rank_with_other_instructions_is_refused(
 def shared_memory() -> set[Path]:
     """Shared memory of all processes but for folders, which tests beside this one make."""
     return {path for path in Path("/dev/shm").iterdir() if not path.is_dir()}
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process has mapped the file or keeps it open."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # the process has ended
+            if str(path) in (process / "maps").read_text():
+                return True
+            for link in (process / "fd").iterdir():
+                with suppress(OSError):  # the file is closed
+                    if os.readlink(link) == str(path):
+                        return True
+    return False
 
 
 def is_running(pid: int) -> bool:
