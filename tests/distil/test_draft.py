@@ -10,12 +10,15 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import headrace.distil.answers
+import headrace.distil.draft
 from headrace import LLM, SamplingParams
 from headrace.checkpoint.drafters import open_drafter
 from headrace.checkpoint.load import open_checkpoint
@@ -297,6 +300,36 @@ def test_products_get_few_numbers_of_rows(rows: int) -> None:
     x = torch.ones(rows, 3)
     assert len(padded(x)) in (256, 512)
     assert torch.equal(padded(x)[:rows], x) and not padded(x)[rows:].any()
+
+
+class Shapes(TorchDispatchMode):  # type: ignore[misc]
+    """Collects the shapes of all products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = set[tuple[torch.Size, ...]]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm):
+            self.found.add((args[0].shape, args[1].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_products_of_later_steps_have_the_shapes_of_earlier_ones(
+    answers: AnswerSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """oneDNN keeps memory for each new shape. The last batch of an epoch may have fewer rows."""
+    monkeypatch.setattr(headrace.distil.draft, "_BATCH_TOKENS", 256)
+    student = DraftStudent(TARGET, answers, frozenset(), vocab_size=40)
+    counts = list[int]()
+    with Shapes() as shapes:
+        for step in range(30):
+            if len(student._order.batch(step)) == 4:
+                student.loss(step)[0].backward()
+                counts.append(len(shapes.found))
+    assert len(counts) > 15 and 0 < counts[1] == counts[-1]
 
 
 def test_the_drafted_tokens_are_the_frequent_and_the_special_ones(answers: AnswerSet) -> None:
