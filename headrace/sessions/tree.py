@@ -1,12 +1,12 @@
 """Sessions: trees of texts over one model, whose nodes share their KV (docs/use/sessions.md)."""
 
+import os
 import reprlib
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
-from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
@@ -223,7 +223,7 @@ class BaseSession(Generic[AnyNode]):
         self.options = options
         self.seed = random_seed() if options.seed is None else int(options.seed)
         """Base seed of the session."""
-        self.id = uuid4().hex
+        self.id = os.urandom(16).hex()
         self._nodes: dict[str, AnyNode] = {}  # open nodes by name
         self._children: dict[str, list[str]] = {}  # by name of each open node
         self._num_children: dict[str, int] = {}  # closed ones included
