@@ -175,22 +175,27 @@ def poisoned(args: argparse.Namespace, home: Path, report: Report) -> None:
 
 
 def speed(args: argparse.Namespace, report: Report) -> None:
-    """Serve without pauses, with and without learning, in turns."""
+    """Serve without pauses, with and without learning, in turns.
+
+    The CPU time of this process, which has both engines, is that of the engines' own work: with
+    one thread it hardly depends on other work of the machine.
+    """
     served, _ = prompts()
     options = _OPTIONS | {"draft_model": args.drafter, "adaptive_speculation": True}
+    speeds, cpu_times = list[float](), list[float]()
     with LLM(args.model, **options) as plain, LLM(args.model, **options, learn_drafts="on") as llm:
-        ratios = []
         for turn in range(args.turns + 1):
-            speeds = []
+            found = {}
             for each in (plain, llm) if turn % 2 else (llm, plain):
-                started = time.perf_counter()
+                begun, cpu_begun = time.perf_counter(), time.process_time()
                 num_tokens = sum(chat(each, [text], args.tokens) for text in served[:4])
-                speeds.append((each is llm, num_tokens / (time.perf_counter() - started)))
-            with_learning = next(value for learns, value in speeds if learns)
-            without = next(value for learns, value in speeds if not learns)
+                seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu_begun
+                found[each is llm] = num_tokens / seconds, cpu / num_tokens
             if turn:  # the first turn warms up
-                ratios.append(with_learning / without)
-    report.add("speed with learning / without", median=statistics.median(ratios), turns=ratios)
+                speeds.append(found[True][0] / found[False][0])
+                cpu_times.append(found[True][1] / found[False][1])
+    report.add("speed with learning / without", median=statistics.median(speeds), turns=speeds)
+    report.add("CPU time of it", median=statistics.median(cpu_times), turns=cpu_times)
 
 
 def main() -> None:
