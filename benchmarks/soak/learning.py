@@ -5,6 +5,7 @@ A tiny model with a drafter of random weights, or, with HEADRACE_SOAK_DRAFTER=FO
 model with the drafter in that folder. It needs torch.
 """
 
+import math
 import os
 import random
 import signal
@@ -112,7 +113,7 @@ class _Life:
 
     def serve(self, seconds: float, *, kills: bool) -> None:
         """Serve rounds. `kills`: the training, at a random moment of the second half."""
-        kill_at = seconds * self._rng.uniform(0.5, 0.9) if kills else seconds
+        kill_at = seconds * self._rng.uniform(0.5, 0.9) if kills else math.inf
         killed = 0
         while self._now < seconds:
             self._round()
