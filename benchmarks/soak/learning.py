@@ -51,9 +51,13 @@ def run(findings: Findings) -> None:
         totals = [0.0, 0.0]
         for number in range(count):
             server = Running(model, *_flags(drafter, str(home)))
-            life = _Life(findings, server, expected, rng)
-            life.serve(seconds / count, kills=number % 2 == 1)
-            figures = server.figures()
+            try:
+                life = _Life(findings, server, expected, rng)
+                life.serve(seconds / count, kills=number % 2 == 1)
+                figures = server.figures()
+            except BaseException:
+                server.stop(signal.SIGKILL)
+                raise
             totals[0] += figures["headrace_draft_swaps_total"]
             totals[1] += figures["headrace_draft_rollbacks_total"]
             _end(findings, server, kills=number % 4 == 2)
