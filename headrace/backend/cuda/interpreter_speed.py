@@ -264,12 +264,12 @@ def _broadcast(lhs: Any, rhs: Any) -> Any:
     one, other = lhs.made, rhs.made
     if one is other:
         return lhs, rhs
-    made = _joint_shape(one, other)
+    made = _broadcast_shape(one, other)
     return lhs if one is made else _as(lhs, made), rhs if other is made else _as(rhs, made)
 
 
 @cache
-def _joint_shape(one: _Shape, other: _Shape) -> _Shape:
+def _broadcast_shape(one: _Shape, other: _Shape) -> _Shape:
     try:
         return _shape_of(np.broadcast_shapes(one.plain, other.plain))
     except ValueError as error:
