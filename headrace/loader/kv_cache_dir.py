@@ -4,29 +4,27 @@ import os
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.backend import Executable, KvBlockHost, instructions
 from headrace.checkpoint.adapter_digest import adapter_digest
+from headrace.checkpoint.fingerprint import weights_digest
 from headrace.checkpoint.load import Checkpoint
 from headrace.config import EngineConfig, KvConfig
 from headrace.errors import RequestError
+from headrace.kv.disk import DiskTier
+from headrace.kv.folder import KvFolder, open_private
 from headrace.loader.drafts import model_program
 from headrace.planner.host import kernels_checksum
-
-if TYPE_CHECKING:
-    from headrace.kv.disk import DiskTier
 
 _MODEL_BYTES = 16
 
 
 def check_kv_cache_dir(config: EngineConfig) -> None:
-    """Check that `kv_cache_dir` suits the other options, and make the folder.
+    """Check that a `kv_cache_dir` suits the other options, and make the folder.
 
     Raises RequestError for other options, CacheError for a folder that cannot be used.
     """
-    if not config.kv_cache_dir:
-        return
     if not config.prefix_cache:
         raise RequestError(
             "kv_cache_dir keeps the blocks of the prefix cache, which is off; set prefix_cache, or "
@@ -39,8 +37,6 @@ def check_kv_cache_dir(config: EngineConfig) -> None:
             f"kv_cache_dir is for the backend cpu in one process, not for {kind}; leave "
             "kv_cache_dir empty"
         )
-    from headrace.kv.folder import open_private
-
     open_private(_folder(config))
 
 
@@ -50,16 +46,11 @@ def _folder(config: EngineConfig) -> Path:
 
 def open_disk_tier(
     model: str, config: EngineConfig, checkpoint: Checkpoint, executable: Executable, kv: KvConfig
-) -> "DiskTier | None":
-    """Open the folder for the KV of an executable, if the configuration names one.
+) -> DiskTier:
+    """Open the folder of `kv_cache_dir` for the KV of an executable.
 
     Raises CacheError if it cannot be used.
     """
-    if not config.kv_cache_dir:
-        return None
-    from headrace.kv.disk import DiskTier
-    from headrace.kv.folder import KvFolder
-
     assert isinstance(executable, KvBlockHost), "check_kv_cache_dir allows no other backend"
     about: dict[str, Any] = {
         "model": model,
@@ -82,8 +73,6 @@ def kv_identity(config: EngineConfig, checkpoint: Checkpoint, kv: KvConfig) -> b
     It reads all weights. The program has the equations with each constant, lossy modes included.
     Another version or build of Headrace, or other instructions, may round in another way.
     """
-    from headrace.checkpoint.fingerprint import weights_digest
-
     parts = (
         version("headrace"),
         kernels_checksum(),

@@ -27,7 +27,6 @@ from headrace.loader.drafts import (
     unused_layers,
 )
 from headrace.loader.early_exit import check_early_exit, with_exit_map
-from headrace.loader.kv_cache_dir import check_kv_cache_dir, open_disk_tier
 from headrace.loader.kv_size import Memory
 from headrace.loader.memory import default_logit_rows, draft_rows, fit_memory, step_rows
 from headrace.loader.mode_price import losses, mode_price
@@ -43,6 +42,7 @@ from headrace.speculation.proposers import make_proposers
 from headrace.speculation.recorder import RowRecorder
 
 if TYPE_CHECKING:
+    from headrace.kv.disk import DiskTier
     from headrace.parallel.launch import Launcher
 
 
@@ -148,7 +148,7 @@ def load_engine(
         _log.warning(note)
     config = with_backend(config, checkpoint, drafts)
     drafts.check_ranks(config)
-    check_kv_cache_dir(config)
+    _check_kv_cache_dir(config)
     learning = None
     if config.learn_drafts:
         from headrace.loader.learn_drafts import open_learning
@@ -214,8 +214,25 @@ def load_engine(
         losses=losses(config, checkpoint),
         mode_price=mode_price(model, config, checkpoint, load_tokenizer),
         learner=learner,
-        disk=open_disk_tier(model, config, checkpoint, executable, kv),
+        disk=_disk_tier(model, config, checkpoint, executable, kv),
     )
+
+
+def _check_kv_cache_dir(config: EngineConfig) -> None:
+    if config.kv_cache_dir:  # or its modules would slow down each start
+        from headrace.loader.kv_cache_dir import check_kv_cache_dir
+
+        check_kv_cache_dir(config)
+
+
+def _disk_tier(
+    model: str, config: EngineConfig, checkpoint: Checkpoint, executable: Executable, kv: KvConfig
+) -> "DiskTier | None":
+    if not config.kv_cache_dir:
+        return None
+    from headrace.loader.kv_cache_dir import open_disk_tier
+
+    return open_disk_tier(model, config, checkpoint, executable, kv)
 
 
 def _limits(spec: ModelSpec, program: Program, kv: KvConfig, memory: Memory) -> EngineLimits:

@@ -150,8 +150,8 @@ class AdaptivePolicy:
         wait = self._wait(proposer, state, seq, is_probe=not pays)
         if not rival:
             # If no slots are granted for the draft, it is not evaluated: the call is still due.
-            due = self._now if is_due else next_probe
-            self._next_calls[name, seq.seq_id] = max(due, self._now + wait)
+            next_call = self._now if is_due else next_probe
+            self._next_calls[name, seq.seq_id] = max(next_call, self._now + wait)
         if not is_due or wait:
             return False
         if rival and not pays:

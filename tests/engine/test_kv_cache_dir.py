@@ -33,10 +33,15 @@ PARAMS = SamplingParams(temperature=0.7, seed=1, max_tokens=5)
 
 
 def run(engine: Engine, prompts: list[list[int]], options: RequestOptions | None = None) -> int:
-    """Run prompts one by one, check their tokens, and return the number of cached tokens."""
+    """Run prompts one by one, check their tokens, and return the number of cached tokens.
+
+    The blocks of each are on the disk before the next.
+    """
     for prompt in prompts:
         result = one(engine, prompt, PARAMS, options or RequestOptions())
         assert prompt + result.outputs[0].token_ids == plain_decoding(prompt, PARAMS, 0)
+        if engine._kv.disk:
+            engine._kv.disk.flush(10)
     return engine.stats().cached_tokens
 
 
@@ -67,8 +72,6 @@ def test_two_engines_share_a_folder(tmp_path: Path) -> None:
     for prompt in recurring(6, 25, 3):
         for engine in engines:
             run(engine, [prompt])
-            assert engine._kv.disk
-            engine._kv.disk.flush(10)
     for engine in engines:
         stats = engine.stats()
         assert stats.disk_loaded_blocks > 0 and stats.cached_tokens > 0

@@ -18,21 +18,21 @@ def account(start: float = 0.0) -> Account:
 
 
 def test_an_account_starts_with_its_limit_or_more() -> None:
-    assert account().balance == pytest.approx(LIMIT)
-    assert account(2 * LIMIT).balance == 2 * LIMIT
+    assert account().credit == pytest.approx(LIMIT)
+    assert account(2 * LIMIT).credit == 2 * LIMIT
     later = account(2 * LIMIT)
     later.book(-0.01)
     later.set_limit(3 * TOKEN, 1)
-    assert later.balance == pytest.approx(2 * LIMIT - 0.01)
+    assert later.credit == pytest.approx(2 * LIMIT - 0.01)
 
 
 def test_savings_fill_an_account_up_to_its_limit() -> None:
     made = account()
     made.book(-0.02)
     made.book(0.01)
-    assert made.balance == pytest.approx(LIMIT - 0.01)
+    assert made.credit == pytest.approx(LIMIT - 0.01)
     made.book(5.0)
-    assert made.balance == pytest.approx(LIMIT)
+    assert made.credit == pytest.approx(LIMIT)
 
 
 def test_time_pays_a_debt() -> None:

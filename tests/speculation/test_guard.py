@@ -280,7 +280,7 @@ def test_traits_of_the_proposers() -> None:
     """All run in the engine's thread. Quick proposers have no time limit."""
     plain = ProposerTraits(7, in_engine_thread=True, time_limit=None)
     needs = {
-        "suffix": plain,
+        "suffix": plain._replace(observes=False),
         "jacobi": plain._replace(learns_from_rows=True, needs_logits=True),
         "lookahead": plain._replace(learns_from_rows=True, needs_logits=True),
         "draft_model": ProposerTraits(6, 2, in_engine_thread=True, time_limit=10.0),

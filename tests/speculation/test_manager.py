@@ -126,7 +126,7 @@ def test_host_work_that_several_launches_would_share_is_booked() -> None:
         speculation.observe([item], drafts, *args, 0.014, num_launches=1, host_seconds=0.004)
         policy = speculation._policy
         assert isinstance(policy, AdaptivePolicy)
-        balances.append(policy._account(policy._proposers["watcher"]).balance)
+        balances.append(policy._account(policy._proposers["watcher"]).credit)
     assert balances[0] - balances[1] == pytest.approx(0.003, rel=0.01)
 
 
