@@ -5,6 +5,7 @@ of its time goes there, and little to NumPy. The functions here remember the out
 shapes and numbers; what they do not know goes to Triton's own functions.
 """
 
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -47,6 +48,12 @@ def make_fast(interpreter: Any) -> None:
     interpreter._get_np_dtype = np_dtype
     interpreter._patch_attr = _patch_attr
     interpreter.TensorHandle.__init__ = _init_handle
+    shift = interpreter.InterpreterBuilder.create_ashr
+
+    def create_ashr(self: Any, lhs: Any, rhs: Any) -> Any:
+        return shift(self, copy(lhs), copy(rhs))  # it changes both, and one may be remembered
+
+    interpreter.InterpreterBuilder.create_ashr = create_ashr
     tl.core.block_type.__init__ = _init_block_type
     tl.core.tensor.__init__ = _init_tensor
     tl.core.tuple.__init__ = _init_tuple
@@ -195,7 +202,9 @@ def _operands(
     if left and right:
         name, other = lhs.dtype.name, rhs.dtype.name
         if name == other:
-            if name in _KEPT or (name in _HALF and not div_or_mod):
+            if name == "int1" and lhs.made is not rhs.made:
+                pass  # Triton makes integers of a truth value when it broadcasts it
+            elif name in _KEPT or (name in _HALF and not div_or_mod):
                 return _broadcast(lhs, rhs)
         elif allow_lhs_ptr and lhs.dtype.is_ptr() and other in _INTEGERS:
             return _broadcast(lhs, rhs)
@@ -218,9 +227,13 @@ def _remember(found: dict[Any, Any], key: Any, value: Any) -> None:
 
 
 def _is_number(x: Any) -> bool:
-    """Whether equal numbers are the same number: 0.0 and -0.0 are not."""
+    """Whether equal numbers are the same number, of one type: 0.0 and -0.0 are not, and integers
+    from 2**31 on have more types.
+    """
     kind = type(x)
-    return kind is int or kind is bool or (kind is float and bool(x))
+    if kind is int:
+        return bool(-(1 << 31) <= x < 1 << 31)
+    return kind is bool or (kind is float and bool(x))
 
 
 def _example(kind: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import triton.language as tl
 
 from headrace.backend.cuda import interpreter_speed
-from headrace.backend.cuda.interpreter import is_interpreting
+from headrace.backend.cuda.interpreter import is_interpreting, patch_interpreter
 
 pytestmark = pytest.mark.skipif(not is_interpreting(), reason="GPUs run no interpreter")
 
@@ -23,6 +23,12 @@ OPERATIONS: dict[str, tuple[Any, ...]] = {
     **{name: () for name in ("less_than", "greater_equal", "equal", "not_equal")},
     "minimum": (tl.PropagateNan.NONE,),
 }
+
+
+@pytest.fixture(autouse=True)
+def patched() -> None:
+    """The short ways, in a process that has not defined a kernel, too."""
+    patch_interpreter()
 
 
 def tensor(kind: Any, shape: tuple[int, ...], seed: int = 0) -> Any:
