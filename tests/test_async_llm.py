@@ -102,11 +102,13 @@ def test_async_errors(model: str) -> None:  # noqa: F811
                 await llm.generate(prompt, LONG, **options)  # type: ignore[arg-type]
         with pytest.raises(RequestFailedError, match="timed out before"):
             await llm.embed("hello", timeout=0)
-        waiting = asyncio.ensure_future(llm.generate("hello", LONG))
+        # So many that the last have not ended before the close.
+        waiting = [asyncio.ensure_future(llm.generate("hello", LONG)) for _ in range(50)]
         await asyncio.sleep(0)
         await asyncio.to_thread(llm.close)
         with pytest.raises(ClosedError):
-            await waiting
+            await waiting[-1]
+        await asyncio.gather(*waiting, return_exceptions=True)
         with pytest.raises(ClosedError):
             await llm.generate("hello", LONG)
 
