@@ -218,7 +218,7 @@ MODELS = [
         "Not a directory.*HEADRACE_CACHE",
         env={"HEADRACE_CACHE": "/dev/null/x"},
     ),
-    Row(HI + " --kv-cache-dir {tmp}/kv", 0, ANSWER),
+    Row(HI + " --kv-cache-dir {tmp}/kv", 0, ANSWER, stdin="closed", short=True),
     Row(HI + " --kv-cache-dir {tmp}/kv --kv-cache-dir-bytes 5", 2, "kv_cache_dir_bytes"),
     Row("cache ls /", 1, "choose a new folder|another user"),
     Row("cache ls {tmp}/none", 1, "No such file", short=True),

@@ -456,7 +456,7 @@ class CpuExecutable:
         return None
 
     def kv_blocks(self) -> KvBlocks:
-        return _KvBlocks(self.plan)
+        return _KvBlocks(self)
 
     def close(self) -> None:
         self._variants.clear()  # their plans refer to this plan
@@ -464,15 +464,17 @@ class CpuExecutable:
 
 
 class _KvBlocks:
-    def __init__(self, plan: _native.Plan) -> None:
-        self._plan = plan
-        self.block_bytes = tuple(plan.block_bytes())
+    """KV blocks of an executable, whose `close` frees them."""
+
+    def __init__(self, executable: CpuExecutable) -> None:
+        self._executable = executable
+        self.block_bytes = tuple(executable.plan.block_bytes())
 
     def read(self, group: int, block: int, to: NDArray[np.uint8]) -> None:
-        self._plan.read_block(group, block, to)
+        self._executable.plan.read_block(group, block, to)
 
     def write(self, group: int, block: int, source: NDArray[np.uint8]) -> None:
-        self._plan.write_block(group, block, source)
+        self._executable.plan.write_block(group, block, source)
 
 
 class _Variant(NamedTuple):
