@@ -115,7 +115,7 @@ class BaseNode(Generic[AnySession]):
     """Numbers of the children on the way from the root, such as `0.3.1`; `0` is the root."""
     parent: Self | None
     own_token_ids: tuple[int, ...]
-    """Token ids after those of the parent."""
+    """Token ids after the path of the parent."""
     num_tokens: int
     """Tokens of the path."""
     seed: int | None = None
