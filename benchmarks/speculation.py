@@ -4,7 +4,8 @@ in turns.
 All methods take turns in one engine, because two copies of a model differ in speed by some percent,
 depending on their place in memory. In each round all methods answer the same new prompts greedily,
 and ratios are formed within the round. Output tokens per second count from the first token of the
-first answer to the end of the last answer. A different answer ends the program.
+first answer to the end of the last answer. A different answer, or a failed proposer, ends
+the program.
 """
 
 import argparse
@@ -141,6 +142,8 @@ def run(
                     turns[method] += [result] if turn else []
                 if wrong := [method for method in ways if answers[method] != answers["off"]]:
                     sys.exit(f"{', '.join(wrong)} answered otherwise than plain decoding")
+            if failed := [method for method, manager in ways.items() if manager.failures]:
+                sys.exit(f"{', '.join(failed)} failed, and drafted no more: see the log above")
             for method in ways:
                 yield row(workload, batch, method, turns[method], turns["off"])
 

@@ -147,7 +147,7 @@ class BaseLLM:
         params = SamplingParams(max_tokens=1)
         request = self._check_one(prompt, params, prompt_options, RequestOptions())
         return make(
-            _SessionHost(self._engine, self._thread, self._prompts, self._tokenizer),
+            _SessionHost(self._engine, self._thread, self._prompts),
             request.prompt_token_ids,
             options,
         )
@@ -240,23 +240,14 @@ class BaseLLM:
 class _SessionHost:
     """The parts of a loaded model that its sessions use."""
 
-    def __init__(
-        self, engine: Engine, thread: EngineThread, prompts: PromptReader, tokenizer: Tokenizer
-    ) -> None:
+    def __init__(self, engine: Engine, thread: EngineThread, prompts: PromptReader) -> None:
         self._engine = engine
-        self._prompts = prompts
-        self._tokenizer = tokenizer
         self._thread = thread
         self.max_model_len = engine.limits.max_model_len
+        self.encode = prompts.encode_continuation
+        self.decode = prompts.decode_continuation
         self.release = thread.release
         self.release_all = thread.release_all
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._prompts.read_prompt(text, add_special_tokens=False).token_ids)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        decoder = self._tokenizer.decoder(continues=True)
-        return "".join(map(decoder.push, token_ids)) + decoder.flush()
 
     def check(
         self,

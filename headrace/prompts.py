@@ -111,6 +111,15 @@ class PromptReader:
             return self.read_prompt(prompt, **text_options)
         return self.read_chat(prompt, sanitize_control_tokens=sanitize_control_tokens)
 
+    def encode_continuation(self, text: str) -> list[int]:
+        """Return the token ids of text that continues other text, as `read_prompt` does."""
+        return list(self.read_prompt(text, add_special_tokens=False).token_ids)
+
+    def decode_continuation(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens that continue other tokens."""
+        decoder = self._tokenizer.decoder(continues=True)
+        return "".join(map(decoder.push, token_ids)) + decoder.flush()
+
     def read_prompt(
         self, prompt: Prompt, *, add_special_tokens: bool = True, parse_special: bool = True
     ) -> TokenizedPrompt:

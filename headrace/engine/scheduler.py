@@ -312,6 +312,8 @@ class Scheduler(SequenceQueues):
     def _admit(self, output: SchedulerOutput, budget: RowBudget) -> None:
         while budget.rows > 0 and budget.chunk_work > 0 and (found := self._find_admissible()):
             seq, hit = found
+            if self._read_ahead(hit):
+                return
             self.waiting.remove(seq)
             self._start(seq, hit)
             self._schedule_group(output, {seq: budget.take(seq, seq.num_until_sample)})
@@ -330,9 +332,15 @@ class Scheduler(SequenceQueues):
         max_rows = self._max_chunk_rows // _MAX_SHARE or 1
         while num_rows < max_rows and (found := self._find_admissible(first)):
             seq, hit = found
+            if self._read_ahead(hit):
+                return
             self.waiting.remove(seq)
             self._start(seq, hit)
             num_rows += seq.num_until_sample
+
+    def _read_ahead(self, hit: Hit) -> bool:
+        """Whether a hit is read from the disk in slices, because running sequences would wait."""
+        return bool(self.running) and self._cache is not None and self._cache.read_ahead(hit)
 
     def _find_admissible(self, prompt: Sequence | None = None) -> tuple[Sequence, Hit] | None:
         """Find the waiting sequence to admit: the first in rank, or a small one that may pass it.

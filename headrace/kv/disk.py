@@ -6,10 +6,12 @@ queue, or dropped.
 """
 
 import logging
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
+from itertools import accumulate
 from math import inf
 from threading import Condition, Thread
 from time import perf_counter
@@ -30,6 +32,10 @@ _FLUSH_SECONDS = 5.0
 _RETRY_SECONDS = 60.0
 """Seconds after which a disk that was slower than computing is measured again."""
 _MAX_READ_SECONDS = 30.0
+_SLICE_SECONDS = 0.03
+"""Seconds of reading for which a step of other sequences waits."""
+_SLICE_BYTES = 4 << 20
+"""Bytes of such a read, before the speed of the disk is known."""
 _LINGER_SECONDS = 2.0
 """Seconds for which the thread waits for more blocks."""
 
@@ -167,6 +173,14 @@ class DiskTier:
             self._wake()
 
     # Reading
+
+    def num_of_slice(self, groups: Sequence[int]) -> int:
+        """How many of these blocks to read while other sequences wait, given the group of each."""
+        num_bytes = _SLICE_BYTES
+        if 0 < self._byte_seconds < inf:
+            num_bytes = int(_SLICE_SECONDS / self._byte_seconds)
+        ends = list(accumulate(self._blocks.block_bytes[group] for group in groups))
+        return min(len(ends), max(1, bisect_right(ends, num_bytes)))
 
     def read(self, labels: Sequence[BlockLabel]) -> list[Bytes] | None:
         """Read blocks; None if one is not there whole, or if computing them would be faster."""

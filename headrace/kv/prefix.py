@@ -145,15 +145,7 @@ class PrefixCache:
         if hit.node is None:
             return True
         path, host = path_of(hit.node), self._kv.host
-        to_load: list[tuple[int, int]] = []  # group, index on the path
-        for group, (pool, blocks) in enumerate(zip(self._kv.pools, hit.blocks, strict=True)):
-            invisible = range(pool.num_sink_blocks, pool.first_visible(hit.num_tokens))
-            to_load += [
-                (group, i)
-                for i, block in enumerate(blocks)
-                if block == NULL_BLOCK and i not in invisible
-            ]
-
+        to_load = self._to_load(hit)
         contents = self._read(path, to_load)
         if contents is None:
             return False
@@ -175,6 +167,44 @@ class PrefixCache:
                 self._kv.disk.queue_load(group, block, contents[group, i])
             self._set_block(node, group, block)
         return True
+
+    def read_ahead(self, hit: Hit) -> bool:
+        """Read some blocks of a hit from the disk if it has more than a step should wait for.
+
+        Returns whether it did. Then the next match finds these blocks in the KV memory.
+        """
+        disk, node = self._kv.disk, hit.node
+        if disk is None or node is None:
+            return False
+        to_load = sorted(self._to_load(hit), key=lambda place: place[1])
+        count = disk.num_of_slice([group for group, _ in to_load])
+        if count == len(to_load):
+            return False
+
+        path, places = path_of(node), to_load[:count]
+        contents = disk.read([_stored(path[i], group).label for group, i in places])
+        if contents is None:  # the next match finds a shorter hit
+            return True
+        tables = self._kv.new_tables()
+        self._kv.share(tables, hit.blocks)  # so that the loads do not evict them
+        for (group, i), content in zip(places, contents, strict=True):
+            block = self._kv.pools[group].fill_null(tables[group], i)
+            disk.queue_load(group, block, content)
+            self._set_block(path[i], group, block)
+        self._kv.free(tables)  # the blocks stay, as evictable ones
+        return True
+
+    def _to_load(self, hit: Hit) -> list[tuple[int, int]]:
+        """The visible blocks of a hit that no KV memory has: group, and index on the path."""
+        to_load: list[tuple[int, int]] = []
+        for group, (pool, blocks) in enumerate(zip(self._kv.pools, hit.blocks, strict=True)):
+            invisible = range(pool.num_sink_blocks, pool.first_visible(hit.num_tokens))
+            to_load += [
+                (group, i)
+                for i, block in enumerate(blocks)
+                if block == NULL_BLOCK and i not in invisible
+            ]
+        return to_load
 
     def _read(
         self, path: Sequence[Node], to_load: Sequence[tuple[int, int]]

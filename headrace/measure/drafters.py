@@ -8,6 +8,7 @@ from itertools import chain, count, islice
 from typing import Any
 
 from headrace.config import EngineConfig, KvConfig
+from headrace.errors import HeadraceError
 from headrace.loader.load import LoadedModel, load_model
 from headrace.loader.options import engine_config
 from headrace.measure.climb_work import cut, questions
@@ -122,7 +123,7 @@ def compare_drafters(
 
     The requests are `prompts`, then questions, programs and corrections; each has up to
     `tokens` greedy tokens. A round has a cache salt of its own, so no earlier round helps. Raises
-    as `load_model`.
+    as `load_model`, and HeadraceError if a drafter fails.
     """
     asked = list(islice(chain(prompts, questions()), BATCHES[-1]))
     tokens = min(tokens, _MAX_TOKENS)
@@ -307,6 +308,8 @@ class _Bench:
                 waiting.clear()
                 started = time.perf_counter()
             waiting.difference_update(new)
+        if engine.stats().proposer_failures:
+            raise HeadraceError("the drafter failed, so it was not measured: see the log")
         return _Run(
             seconds=time.perf_counter() - started,
             tokens=tokens,

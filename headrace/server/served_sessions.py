@@ -2,11 +2,10 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from headrace.checkpoint.tokenizer import Tokenizer
 from headrace.prompts import PromptReader
 from headrace.remote.engine import RemoteEngine
 from headrace.request import CheckedRequest, PoolingParams, RequestOptions
@@ -41,21 +40,14 @@ class ServedSession(BaseSession[ServedNode]):
 
 
 class SessionEngine:
-    """The engine process and the tokenizer, as sessions use them."""
+    """The engine process and the prompt reader, as sessions use them."""
 
-    def __init__(self, engine: RemoteEngine, reader: PromptReader, tokenizer: Tokenizer) -> None:
+    def __init__(self, engine: RemoteEngine, reader: PromptReader) -> None:
         self.max_model_len = reader.max_model_len
         self.release = engine.release
         self.release_all = engine.release_all
-        self._reader = reader
-        self._tokenizer = tokenizer
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._reader.read_prompt(text, add_special_tokens=False).token_ids)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        decoder = self._tokenizer.decoder(continues=True)
-        return "".join(map(decoder.push, token_ids)) + decoder.flush()
+        self.encode = reader.encode_continuation
+        self.decode = reader.decode_continuation
 
     def check(
         self,

@@ -63,7 +63,7 @@ async def create(http: HttpExchange, state: ServerState) -> None:
             cache_salt=request.cache_salt,
             adapter=adapter,
         )
-        host = SessionEngine(state.engine, state.prompt_reader, state.tokenizer)
+        host = SessionEngine(state.engine, state.prompt_reader)
         session = state.sessions.open(host, key, ids, options, request.ttl)
         try:
             with state.sessions.using(session.id, key):

@@ -7,6 +7,7 @@ import weakref
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -121,6 +122,38 @@ def test_reading_is_skipped_if_it_is_slower(tmp_path: Path) -> None:
     assert not disk.is_faster
     disk._measured = -61.0
     assert disk.is_faster, "it is measured again after a minute"
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 5), (6,)])
+def test_a_long_hit_is_read_in_slices(
+    windows: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A running request gets a token in each step, before and after each slice."""
+    monkeypatch.setattr("headrace.kv.disk._SLICE_BYTES", 1)
+    (prompt,) = recurring(1, 25, 1)
+    engine = toy_engine(windows=windows, folder=tmp_path / "kv")
+    run(engine, [prompt])
+    engine.close()
+
+    engine = toy_engine(windows=windows, folder=tmp_path / "kv")
+    long = SamplingParams(temperature=0.7, seed=2, max_tokens=30, ignore_eos=True)
+    first = engine.add_request([1, 2], long)
+    engine.step()
+    second = engine.add_request(prompt, PARAMS)
+    loaded, results = [0], {}
+    while engine.has_work:
+        updates = {update.request_id: update for update in engine.step()}
+        if not results:
+            assert len(updates[first].token_ids) == 1 or updates[first].result
+        loaded.append(engine.stats().disk_loaded_blocks)
+        results |= {name: update.result for name, update in updates.items() if update.result}
+    assert np.diff(loaded).max() == 1 < loaded[-1]
+    assert results[second].cached_tokens == 24
+    for name, tokens, params in ((first, [1, 2], long), (second, prompt, PARAMS)):
+        answer = results[name].outputs[0].token_ids
+        assert tokens + answer == plain_decoding(tokens, params, 0)
+    engine._kv.check([])
+    engine.close()
 
 
 def test_a_full_disk_stops_no_request(tmp_path: Path) -> None:
@@ -242,6 +275,7 @@ class Restarted(Life):
         seed=st.integers(0, 99),
         max_nodes=st.sampled_from([0, 6]),
         max_bytes=st.sampled_from([1 << 30, 4000]),
+        slice_bytes=st.sampled_from([1 << 30, 1]),
         **SHAPES
         | {
             "num_blocks": st.integers(9, 20),
@@ -250,7 +284,9 @@ class Restarted(Life):
             "late": st.just(False),
         },
     )
-    def start(self, seed: int, max_nodes: int, **config: Any) -> None:
+    def start(self, seed: int, max_nodes: int, slice_bytes: int, **config: Any) -> None:
+        self.slices = patch("headrace.kv.disk._SLICE_BYTES", slice_bytes)
+        self.slices.start()
         self.folder = TemporaryDirectory()
         self.proposer = Unruly(seed, VOCAB, self.truth, max_nodes)
         self.begin(self.proposer, folder=Path(self.folder.name), **config)
@@ -293,6 +329,7 @@ class Restarted(Life):
         super().teardown()
         self.engine.close()
         self.folder.cleanup()
+        self.slices.stop()
 
 
 TestRestarted = Restarted.TestCase
