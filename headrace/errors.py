@@ -99,6 +99,12 @@ class ReplicasFullError(NoReplicaError):
     """All replicas that could take the request have full queues. Exit code 1."""
 
 
+class AuditError(HeadraceError):
+    """A server could not be audited: it does not answer, refuses the key, or fails. Exit code 2."""
+
+    exit_code = 2
+
+
 class NonFiniteLogitsError(HeadraceError):
     """The model produced NaN or infinity; only the affected request fails. Exit code 1."""
 

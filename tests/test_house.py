@@ -282,6 +282,7 @@ class TestImports:
             "server": server,
             # Ray passes errors of grpc on.
             "scaleout": server | modules(extras["route"] + extras["ray"]) | {"grpc"},
+            "audit": modules(extras["audit"]),
             "parallel": modules(extras["distributed"]),
             "distil": modules(extras["train"]),
         }

@@ -21,6 +21,7 @@ COMMANDS = {
     "serve": "serve a model over HTTP with OpenAI's API",
     "route": "serve a model on several workers as one server",
     "batch": "run the requests of a file",
+    "audit": "audit a server: does load, caching or streaming change an answer?",
     "pull": "download a model",
     "rm": "remove a downloaded model",
     "cache": "list or delete the KV that a folder keeps",

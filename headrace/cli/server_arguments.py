@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -183,8 +184,13 @@ def settings_of(
 
 
 def check_installed(feature: str = "the server", extra: str = "server", *packages: str) -> None:
+    """Raise RequestError if a package of a server is missing; `extra` installs it."""
+    check_packages(feature, extra, (*_SERVER_PACKAGES, *packages))
+
+
+def check_packages(feature: str, extra: str, packages: Iterable[str]) -> None:
     """Raise RequestError if a package is missing; `extra` installs it."""
-    for package in (*_SERVER_PACKAGES, *packages):
+    for package in packages:
         if find_spec(package) is None:
             raise RequestError(
                 f"{feature} needs the package {package}: pip install 'headrace[{extra}]'"

@@ -67,11 +67,11 @@ class LogprobWriter:
         return result
 
     def _top(self, entry: Logprobs) -> dict[str, float]:
-        top = self._top_of(entry, max(self._num_top, 1))
-        return {
-            self._name(token_id, score.decoded_token): _json_number(score.logprob)
-            for token_id, score in top
-        }
+        found: dict[str, float] = {}
+        for token_id, score in self._top_of(entry, max(self._num_top, 1)):
+            # Several tokens may have one text, such as parts of characters; the likeliest counts.
+            found.setdefault(self._name(token_id, score.decoded_token), _json_number(score.logprob))
+        return found
 
     def _top_of(self, entry: Logprobs, num_top: int) -> list[tuple[int, Logprob]]:
         # Entries of prompt tokens have no named tokens.

@@ -96,6 +96,28 @@ ROUTE = [
     Row("route {model} --workers a:1 --no-such-flag", 2, "unknown option --no-such-flag"),
 ]
 
+AUDIT = [
+    Row("audit --help", 0, out="usage: headrace audit"),
+    Row("audit", 2, "arguments are required: URL"),
+    Row("audit ftp://127.0.0.1", 2, "'ftp://127.0.0.1' is not a URL; write http://HOST:PORT"),
+    Row("audit http://192.0.2.1:80", 2, "192.0.2.1 is another machine.*add --remote"),
+    Row("audit 127.0.0.1:1 --against 192.0.2.1", 2, "192.0.2.1 is another machine"),
+    Row("audit http://a:b@127.0.0.1", 2, "must not have a password; give the key with --api-key"),
+    Row("audit 127.0.0.1:1 --json {tmp}", 2, "--json .*the file cannot be written"),
+    *(
+        Row(f"audit 127.0.0.1:1 {flag} {value}", 2, f"{flag}: '.*' is not a (whole )?number from")
+        for flag, value in (
+            ("--crowd", "0"),
+            ("--crowd", "65"),
+            ("--tokens", "7"),
+            ("--timeout", "0"),
+            ("--seconds", "nan"),
+            ("--seed", "-1"),
+        )
+    ),
+    Row("audit 127.0.0.1:1 --no-such-flag", 2, "unknown option --no-such-flag"),
+]
+
 RUN = [
     Row(HI, 0, ANSWER),
     Row(f"{HI} --raw", 0, ANSWER),
@@ -531,6 +553,7 @@ SIGNALS = [
 ROWS = [
     *HELP,
     *ROUTE,
+    *AUDIT,
     *RUN,
     *MODELS,
     *DISTIL,

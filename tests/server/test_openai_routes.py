@@ -164,6 +164,16 @@ class TestChat:
             entry["logprob"] for entry in entries
         ] and plain[0]["top_logprobs"] == []
 
+    def test_top_logprobs_of_tokens_with_one_text(self, server: Running) -> None:
+        """Several tokens of the top may be the same broken character; the likeliest counts."""
+        body = {"prompt": "The longest river", "max_tokens": 12, "temperature": 0, "logprobs": 5}
+        scores = server.post("/v1/completions", body).json["choices"][0]["logprobs"]
+        assert min(map(len, scores["top_logprobs"])) < 5
+        for token, score, top in zip(
+            scores["tokens"], scores["token_logprobs"], scores["top_logprobs"], strict=True
+        ):
+            assert top[token] == score == max(top.values())
+
     def test_logprobs_of_named_tokens(self, server: Running, llm: LLM) -> None:
         named = [70, 3, 65]
         params = SamplingParams(
