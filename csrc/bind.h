@@ -30,6 +30,7 @@ void bind_ops(nanobind::class_<Plan>& plan);
 void bind_sampler(nanobind::module_& m);
 void bind_strings(nanobind::module_& m);
 void bind_suffix(nanobind::module_& m);
+void bind_trie(nanobind::module_& m);
 void bind_weights(nanobind::module_& m);
 
 }  // namespace headrace

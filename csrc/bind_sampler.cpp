@@ -16,6 +16,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "beams.h"
 #include "bind.h"
 #include "hardware.h"
 #include "pool.h"
@@ -48,15 +49,6 @@ nb::tuple as_tuple(const Verified& verified) {
   nb::list logprobs;
   for (const TokenLogprobs& of : verified.logprobs) logprobs.append(as_tuple(of));
   return nb::make_tuple(nb::cast(verified.tokens), nb::cast(verified.path), logprobs);
-}
-
-// The likeliest tokens of a row.
-struct Ranked {
-  TokenLogprobs best;
-};
-
-nb::tuple as_tuple(const Ranked& ranked) {
-  return nb::make_tuple(nb::cast(ranked.best.top_ids), nb::cast(ranked.best.top_logprobs));
 }
 
 nb::tuple as_tuple(const Drawn& drawn) {
@@ -185,8 +177,6 @@ using DraftFields =
 using HeldSampler =
     std::shared_ptr<Sampler>;  // stays while it draws, whatever becomes of the list that it came in
 using Draw = std::tuple<int, uint32_t, HeldSampler, DraftFields, int, nb::handle, nb::handle>;
-// Those of a `TopTokens`: row, position, sampler, the number of tokens and the masks.
-using TopTokens = std::tuple<int, uint32_t, HeldSampler, int, nb::handle>;
 using HeldMap = std::shared_ptr<TokenMap>;
 // Those of an `Expand`: row, position, sampler, index of the sequence, the number of
 // tokens, whether it has probabilities, the masks and, last, the tokens of the row.
@@ -301,13 +291,73 @@ nb::list verify_all(Pool& pool, const Logits& logits, const std::vector<Draw>& d
       }));
 }
 
-nb::list top_tokens_all(Pool& pool, const Logits& logits, const std::vector<TopTokens>& ops) {
-  for (const TopTokens& op : ops) require(std::get<3>(op) > 0, "a count must be above 0");
-  return as_list(for_each<Ranked>(
-      pool, logits, ops, [](const TopTokens& op, const float* logits_row, Mask mask) {
-        const auto& [row, position, sampler, num_tokens, given] = op;
-        return Ranked{sampler->likeliest(logits_row, position, mask, num_tokens, scratch)};
-      }));
+// Those of a `RankBeams`: the rows, the position, the samplers and the totals of the beams, the
+// candidates to find and whether all of them count, the end tokens, the masks, the trie, and the
+// nodes of the beams in it.
+using HeldTrie = std::shared_ptr<TokenTrie>;
+using RankBeams =
+    std::tuple<std::vector<int>, uint32_t, std::vector<HeldSampler>, std::vector<double>, int, bool,
+               std::vector<int>, nb::handle, HeldTrie, std::vector<int>>;
+
+void check_beams(const RankBeams& op, int num_rows, int width) {
+  const auto& [rows, position, samplers, totals, count, all_count, ends, given, trie, nodes] = op;
+  const size_t n = rows.size();
+  require(n > 0 && samplers.size() == n && totals.size() == n,
+          "each beam needs a row, a sampler and a total");
+  require(count > 0 && count <= kMaxWidth, "a count must be above 0, and at most 2^24");
+  for (const int row : rows)
+    require(row >= 0 && row < num_rows, "a beam names a row that is not there");
+  std::vector<const Sampler*> distinct;
+  for (const HeldSampler& sampler : samplers) {
+    require(sampler && sampler->vocab() == width,
+            "the rows of logits are not as wide as the vocabulary");
+    distinct.push_back(sampler.get());
+  }
+  require(all_differ(distinct), "each beam needs a sampler of its own");
+  require(nodes.size() == (trie ? n : 0), "each beam needs a node of the trie");
+  require(!trie || given.is_none(), "beams have masks or a trie");
+  require(!trie || trie->vocab() == width, "the trie belongs to another vocabulary");
+  for (const int node : nodes)
+    require(node >= 0 && node < trie->num_nodes(), "a beam is at a node that is not there");
+}
+
+nb::object ranked_beams(Pool& pool, const Logits& logits, const RankBeams& op) {
+  const int width = width_of(logits, 2);
+  require(logits.shape(0) <= 1 << 30, "logits have at most 2^30 rows");
+  check_beams(op, static_cast<int>(logits.shape(0)), width);
+  const auto& [rows, position, samplers, totals, count, all_count, ends, given, trie, nodes] = op;
+  const Masks masks = masks_of(given, static_cast<int>(rows.size()), width);
+  std::deque<OneCaller::Turn> turns;
+  std::vector<Beam> beams;
+  for (size_t i = 0; i < rows.size(); i++) {
+    turns.emplace_back(samplers[i]->caller(), kInUse);
+    beams.push_back(
+        {samplers[i].get(), logits.data() + static_cast<size_t>(rows[i]) * width,
+         masks.empty() ? nullptr : masks.data() + i * static_cast<size_t>(mask_words(width)),
+         totals[i], nodes.empty() ? 0 : nodes[i]});
+  }
+  SearchStep step{position, count, all_count, ends, trie.get()};
+  std::sort(step.end_ids.begin(), step.end_ids.end());
+  std::optional<std::vector<Candidate>> ranked;
+  {
+    nb::gil_scoped_release released;
+    ranked = rank_beams(pool, beams, step);
+  }
+  if (!ranked) return nb::none();
+  nb::list of, tokens, sums, finished;
+  for (const Candidate& candidate : *ranked) {
+    of.append(candidate.beam);
+    tokens.append(candidate.token);
+    sums.append(-candidate.loss);
+    finished.append(candidate.ends);
+  }
+  return nb::make_tuple(of, tokens, sums, finished);
+}
+
+nb::list rank_all(Pool& pool, const Logits& logits, const std::vector<RankBeams>& ops) {
+  nb::list results;
+  for (const RankBeams& op : ops) results.append(ranked_beams(pool, logits, op));
+  return results;
 }
 
 nb::list expand_all(Pool& pool, const nb::ndarray<float, nb::c_contig, nb::device::cpu>& logits,
@@ -363,9 +413,9 @@ void bind_sampler(nb::module_& m) {
         "The fields of the `Drawn` that each `Draw` gives by exact verification, from logits "
         "[rows, vocab], with its log-probabilities as "
         "tuples; None where a row that it came to is not finite.");
-  m.def(
-      "top_tokens", &top_tokens_all, "pool"_a, "logits"_a, "ops"_a,
-      "The fields of the `Ranked` that each `TopTokens` gives; None where its row is not finite.");
+  m.def("rank_beams", &rank_all, "pool"_a, "logits"_a, "ops"_a,
+        "The fields of the `RankedBeams` that each `RankBeams` gives; None if one of its rows is "
+        "not finite.");
   m.def("expand", &expand_all, "pool"_a, "logits"_a, "ops"_a,
         "The tokens and scores of the `Expanded` that each `Expand` gives, whose row it may "
         "overwrite; None if its row is not finite.");

@@ -15,5 +15,6 @@ NB_MODULE(_native, m) {
   headrace::bind_sampler(m);
   headrace::bind_strings(m);
   headrace::bind_suffix(m);
+  headrace::bind_trie(m);
   headrace::bind_gpu(m);
 }

@@ -56,6 +56,11 @@ class Row {
   Cut best(Cut cut, int n) const;
   // The smallest set of best tokens of the cut that has the share p of its mass.
   Cut nucleus(Cut cut, double temperature, double p) const;
+  // The tokens of the cut, ascending; valid until the next call.
+  std::span<const int> within(Cut cut) const {
+    const int n = kernels_.collect(row_, {kInfinity, -1}, cut, scratch_.ids.data());
+    return {scratch_.ids.data(), static_cast<size_t>(n)};
+  }
   // The tokens kept by `to` and not by `from`, best first; valid until the next call.
   std::span<const int> sorted(Cut from, Cut to) const;
 
@@ -290,13 +295,67 @@ Drawn Sampler::draw(const float* logits, uint32_t position, Mask mask, int num_l
   return drawn;
 }
 
-TokenLogprobs Sampler::likeliest(const float* logits, uint32_t position, Mask mask, int count,
-                                 Scratch& scratch) const {
-  const Row row(
-      *kernels_,
-      adjusts(position, mask) ? adjusted(logits, position, mask, scratch.adjusted) : logits,
-      options_.vocab, scratch);
-  return describe(row, row.top_id(), count);
+namespace {
+
+// The log-probabilities of the tokens of a row, by their logits.
+class LogSoftmax {
+ public:
+  explicit LogSoftmax(const Row& row)
+      : top_(row.top()), log_mass_(std::log(row.weigh(row.all(), 1.0))) {}
+
+  float operator()(float logit) const {
+    return static_cast<float>(static_cast<double>(logit) - top_ - log_mass_);
+  }
+  // A logit that is a little less than any with the log-probability.
+  float logit_below(double logprob) const {
+    const double logit = logprob + top_ + log_mass_;
+    return static_cast<float>(logit - kSlack * (1 + std::abs(logit) + std::abs(top_) + log_mass_));
+  }
+  // A logit that is a little less than any with the log-probability of another logit.
+  float below_equals(float logit) const {
+    return logit_below(static_cast<double>(logit) - top_ - log_mass_);
+  }
+
+ private:
+  static constexpr double kSlack = 1e-6;  // more than two roundings to float
+  double top_, log_mass_;
+};
+
+}  // namespace
+
+void Sampler::continuations(const float* logits, uint32_t position, Mask mask, int count,
+                            double floor, Scratch& scratch, std::vector<Continuation>& out) const {
+  out.clear();
+  if (adjusts(position, nullptr)) logits = adjusted(logits, position, nullptr, scratch.adjusted);
+  const Row row(*kernels_, logits, options_.vocab, scratch);
+  const LogSoftmax logprob(row);
+  const auto add_best = [&](const Row& allowed) {
+    const Cut wide = allowed.down_to(logprob.logit_below(floor));
+    const Cut best = allowed.best(wide, count);
+    for (const int id : allowed.within(allowed.down_to(logprob.below_equals(best.logit)))) {
+      const float p = logprob(allowed[id]);
+      if (static_cast<double>(p) >= floor && p > -kInfinity) out.push_back({id, p});
+    }
+  };
+  if (!mask) return add_best(row);
+
+  if (logits != scratch.adjusted.data()) scratch.adjusted.assign(logits, logits + options_.vocab);
+  keep_allowed(mask, scratch.adjusted);
+  if (std::ranges::all_of(scratch.adjusted, [](float logit) { return logit == -kInfinity; }))
+    return;
+  add_best(Row(*kernels_, scratch.adjusted.data(), options_.vocab, scratch));
+}
+
+void Sampler::weigh_choices(const float* logits, uint32_t position, std::span<const int> choices,
+                            double floor, Scratch& scratch, std::vector<Continuation>& out) const {
+  out.clear();
+  if (adjusts(position, nullptr)) logits = adjusted(logits, position, nullptr, scratch.adjusted);
+  const Row row(*kernels_, logits, options_.vocab, scratch);
+  const LogSoftmax logprob(row);
+  for (const int id : choices) {
+    const float p = logprob(row[id]);
+    if (static_cast<double>(p) >= floor && p > -kInfinity) out.push_back({id, p});
+  }
 }
 
 void Sampler::append(int token) {

@@ -68,6 +68,12 @@ struct Drawn {
   std::optional<TokenLogprobs> logprobs;
 };
 
+// A token that may follow, and its log-probability.
+struct Continuation {
+  int token = 0;
+  float logprob = 0;
+};
+
 // Memory that a thread's draws use one after the other: as large as a row, too large to
 // be taken anew for each.
 struct Scratch {
@@ -117,11 +123,15 @@ class Sampler {
   // is left.
   Drawn draw(const float* logits, uint32_t position, Mask mask, int num_logprobs, Scratch& scratch);
 
-  // The likeliest tokens of the row under biases, penalties, bans and mask, at
-  // temperature 1; those of the top token itself come with them. Throws
-  // NonFiniteLogits.
-  TokenLogprobs likeliest(const float* logits, uint32_t position, Mask mask, int count,
-                          Scratch& scratch) const;
+  // The best tokens that the mask allows, in any order: at least the best `count`, and all that
+  // are as likely as the last of these, but none below the log-probability `floor` and none of
+  // probability 0. Log-probabilities are those among all tokens of the row under biases,
+  // penalties and bans, at temperature 1. Throws NonFiniteLogits.
+  void continuations(const float* logits, uint32_t position, Mask mask, int count, double floor,
+                     Scratch& scratch, std::vector<Continuation>& out) const;
+  // The same of these tokens alone.
+  void weigh_choices(const float* logits, uint32_t position, std::span<const int> choices,
+                     double floor, Scratch& scratch, std::vector<Continuation>& out) const;
 
   // Draws a token, and then the next best under the same noise, up to `width`; the logits
   // of drawn tokens may become -inf. It ends early if no token is left; throws

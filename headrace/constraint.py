@@ -4,7 +4,7 @@ A mask is a row of bits, `[words]` of uint32: bit i % 32 of word i / 32 allows t
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,23 @@ def mask_of(token_ids: Iterable[int], vocab_size: int) -> Mask:
     return mask
 
 
+class Trie(Protocol):
+    """The token sequences of which an output must be one, as a tree. Node 0 is the beginning."""
+
+    def is_complete(self, node: int, /) -> bool:
+        """Return whether a sequence ends at a node."""
+
+    def is_leaf(self, node: int, /) -> bool:
+        """Return whether no token follows a node."""
+
+
+class TriePlace(NamedTuple):
+    """A node of a trie. End tokens may follow the node, if a sequence ends there."""
+
+    trie: Trie
+    node: int
+
+
 class GrammarState(Protocol):
     """A position in a grammar after some tokens, which moves forward and back."""
 
@@ -39,6 +56,10 @@ class GrammarState(Protocol):
     @property
     def num_bytes(self) -> int:
         """Estimated bytes of memory."""
+
+    @property
+    def place(self) -> TriePlace | None:
+        """The place in a trie, whose tokens alone may follow; None for other grammars."""
 
     def advance(self, token: int) -> None:
         """Move after a token. Raises ConstraintError if the grammar does not allow the token."""
@@ -79,6 +100,10 @@ class Constraint(Protocol):
     @property
     def must_end(self) -> bool:
         """Whether the output is complete and no token can follow."""
+
+    @property
+    def place(self) -> TriePlace | None:
+        """The place in a trie that alone decides about the next token; None: see `mask`."""
 
     def push(self, token: int) -> None:
         """Move after a token of the output. Raises ConstraintError if it is not allowed."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from headrace.batch import NO_DRAFT, DraftTree, TokenLogprobs
 from headrace.config import AcceptanceMethod
-from headrace.constraint import Masks
+from headrace.constraint import Masks, Trie
 
 ALL_LOGPROBS = (1 << 31) - 1
 """A `num_logprobs` that returns all tokens of the vocabulary; only the host does it."""
@@ -122,21 +122,44 @@ class SampleResult(NamedTuple):
     logprobs: list[TokenLogprobs]  # one per token if `num_logprobs` >= 0, else empty
 
 
-class TopTokens(NamedTuple):
-    """Find the `num_tokens` likeliest tokens under biases, penalties and bans, at temperature 1."""
+class RankBeams(NamedTuple):
+    """Rank the tokens that may continue the beams of a search.
 
-    row: int
+    A total is the sum of the log-probabilities of a beam's tokens, at temperature 1, among all
+    tokens, under biases, penalties and bans. Masks and the trie only choose the tokens to rank.
+    """
+
+    rows: list[int]
+    """[beams] logit row of each beam."""
     position: int
-    sampler: SamplerState
-    num_tokens: int
-    masks: Masks | None = None  # [1, words] tokens to rank; None: all
+    """Position of the next token, in each beam."""
+    samplers: list[SamplerState]
+    totals: list[float]
+    num_candidates: int
+    """Candidates to find that do not end their beam."""
+    all_count: bool
+    """Whether candidates that end their beam count, too."""
+    end_ids: list[int]
+    """Tokens that end a beam."""
+    masks: Masks | None = None
+    """[beams, words] tokens to rank; None: all, or those of the trie."""
+    trie: Trie | None = None
+    """The token sequences of which each beam must become one."""
+    nodes: Sequence[int] = ()
+    """[beams] place of each beam in the trie; empty without a trie."""
 
 
-class Ranked(NamedTuple):
-    """Result of a `TopTokens` op, best token first."""
+class RankedBeams(NamedTuple):
+    """Result of a `RankBeams` op: beams with one more token, to the last that counts.
 
+    Best first; equal totals by beam, then by token.
+    """
+
+    beams: list[int]
     tokens: list[int]
-    logprobs: list[float]
+    totals: list[float]
+    ends: list[bool]
+    """Whether an end token or a leaf of the trie ends the beam."""
 
 
 class Score(NamedTuple):
@@ -202,8 +225,8 @@ class Pooled(NamedTuple):
     total: NDArray[np.float64]  # [dim] sum of the prompt's pooled rows so far
 
 
-LogitOp = SampleOp | TopTokens | Score | Expand | Pool
-LogitOpResult = SampleResult | Ranked | TokenLogprobs | Expanded | Pooled | None
+LogitOp = SampleOp | RankBeams | Score | Expand | Pool
+LogitOpResult = SampleResult | RankedBeams | TokenLogprobs | Expanded | Pooled | None
 """Result of an op; None if its logits or rows were not finite."""
 
 

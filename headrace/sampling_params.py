@@ -10,7 +10,7 @@ from headrace.errors import RequestError
 from headrace.structured_outputs import StructuredOutputs, bad_words
 from headrace.validation import MAX_INTEGER, check_names, integer, number, token_ids
 
-MAX_SEQUENCES = 128
+MAX_SEQUENCES = 512
 MAX_LOGPROBS = 20
 MAX_LOGPROB_TOKENS = 128
 MAX_STOPS = 64

@@ -5,19 +5,31 @@ The names are the names of vLLM.
 
 import json
 import reprlib
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from headrace.errors import RequestError
 from headrace.json_schema import enforceable, log_dropped
+from headrace.validation import token_ids
 
 MAX_CHARACTERS = 1 << 16
 """Max characters of a schema, regular expression or grammar, or of all choices together."""
 MAX_DEPTH = 32
 MAX_CHOICES = 1024
+MAX_ALLOWED_SEQUENCES = 1 << 18
+MAX_SEQUENCE_SIZE = 1024
+"""Tokens or characters of one allowed sequence."""
+MAX_SEQUENCES_SIZE = 1 << 21
+"""Tokens and characters of all allowed sequences."""
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_CHARACTERS = 1024
+
+
+_FIELDS = ("json", "regex", "choice", "grammar", "structural_tag", "allowed_sequences")
+"""Fields that restrict the text, apart from `json_object`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +56,10 @@ class StructuredOutputs:
     """Text with tags whose content has a schema, in either form of vLLM and xgrammar, given as a
     mapping or as text and kept as text.
     """
+    allowed_sequences: Sequence[str | Sequence[int]] | None = None
+    """Token sequences of which the entire output is one, each given as token ids or as a text, of
+    which it has the tokenizer's tokens. A sequence that begins another ends with an end token.
+    """
     strict: bool = True
     """Whether a keyword of `json` that no grammar enforces (`uniqueItems`, `not`, `if`, look-ahead
     in a pattern) is an error. False: it is dropped, and `dropped` names it.
@@ -66,17 +82,13 @@ class StructuredOutputs:
             )
         if not isinstance(self.strict, bool):
             raise RequestError(f"strict must be true or false, not {reprlib.repr(self.strict)}")
-        given = [
-            name
-            for name in ("json", "regex", "choice", "grammar", "structural_tag")
-            if getattr(self, name) is not None
-        ]
+        given = [name for name in _FIELDS if getattr(self, name) is not None]
         given += ["json_object"] if self.json_object else []
         if len(given) != 1:
             named = " and ".join(given) if given else "no field"
             raise RequestError(
                 "structured_outputs takes exactly one field: json, json_object, regex, choice, "
-                f"grammar or structural_tag; it has {named}"
+                f"grammar, structural_tag or allowed_sequences; it has {named}"
             )
         if self.json is not None:
             text = _schema("json", self.json)
@@ -95,6 +107,28 @@ class StructuredOutputs:
         for name in ("regex", "grammar"):
             if getattr(self, name) is not None:
                 check_text(name, getattr(self, name), MAX_CHARACTERS)
+        if self.allowed_sequences is not None:
+            if self.envelope:
+                raise RequestError(
+                    "allowed_sequences restricts an output from its first token, but here reasoning"
+                    " or calls of tools may come first; turn reasoning off, leave tools out, or "
+                    "use /v1/completions"
+                )
+            object.__setattr__(self, "allowed_sequences", _sequences(self.allowed_sequences))
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Hash of the allowed sequences."""
+        # The command line imports this file before it needs the parts that a start loads.
+        from hashlib import blake2b
+
+        content = blake2b(digest_size=16)
+        for item in self.allowed_sequences or ():
+            is_text = isinstance(item, str)
+            data = item.encode() if isinstance(item, str) else array("i", item).tobytes()
+            content.update(b"%d %d " % (is_text, len(data)))
+            content.update(data)
+        return content.digest()
 
 
 def bad_words(value: object) -> list[str] | None:
@@ -136,6 +170,34 @@ def _choices(value: object) -> list[str]:
             f"choice has {total:,} characters in total; the maximum is {MAX_CHARACTERS:,}"
         )
     return choices
+
+
+def _sequences(value: object) -> list[str | list[int]]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise RequestError(
+            f"allowed_sequences must be a list of texts or of lists of token ids, not "
+            f"{reprlib.repr(value)}"
+        )
+    if not 0 < len(value) <= MAX_ALLOWED_SEQUENCES:
+        raise RequestError(
+            f"allowed_sequences has {len(value):,} sequences; it must have 1 to "
+            f"{MAX_ALLOWED_SEQUENCES:,}"
+        )
+    sequences: list[str | list[int]] = []
+    for index, item in enumerate(value):
+        name = f"allowed_sequences[{index}]"
+        if isinstance(item, str):
+            sequences.append(check_text(name, item, MAX_SEQUENCE_SIZE))
+        elif ids := token_ids(name, item, MAX_SEQUENCE_SIZE):
+            sequences.append(ids)
+        else:
+            raise RequestError(f"{name} is empty; give at least one token, or leave it out")
+    if (size := sum(map(len, sequences))) > MAX_SEQUENCES_SIZE:
+        raise RequestError(
+            f"allowed_sequences has {size:,} tokens and characters in total; the maximum is "
+            f"{MAX_SEQUENCES_SIZE:,}"
+        )
+    return sequences
 
 
 def _schema(name: str, value: object) -> str:

@@ -31,10 +31,10 @@ from headrace.sampling_params import ReasoningMarkers, SamplingParams
         ({"repetition_penalty": 1e-300}, "repetition_penalty"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"frequency_penalty": float("-inf")}, "frequency_penalty"),
-        ({"n": 0}, "n must be a whole number from 1 to 128, not 0"),
+        ({"n": 0}, "n must be a whole number from 1 to 512, not 0"),
         ({"n": 10**9}, "n must be"),
         ({"n": None}, "n must be"),
-        ({"beam_width": 0}, "beam_width must be a whole number from 1 to 128, not 0"),
+        ({"beam_width": 0}, "beam_width must be a whole number from 1 to 512, not 0"),
         (
             {"beam_width": 2, "n": 3},
             "n 3 is greater than beam_width 2; a beam search returns at most 2 beams",

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headrace.errors import RequestError
@@ -20,7 +21,7 @@ CYCLE["a"] = CYCLE
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
-        ({}, "json, json_object, regex, choice, grammar or structural_tag; it has no field"),
+        ({}, "choice, grammar, structural_tag or allowed_sequences; it has no field"),
         ({"json": {}, "regex": "a"}, "it has json and regex"),
         ({"json_object": True, "choice": ["a"]}, "it has choice and json_object"),
         ({"json_object": "yes"}, "json_object must be true or false"),
@@ -47,6 +48,19 @@ CYCLE["a"] = CYCLE
         ({"choice": ["a"] * 1025}, "choice has 1,025 texts"),
         ({"choice": ["a", ""]}, "choice has 0 characters"),
         ({"choice": ["a", 1]}, "choice must be text"),
+        ({"allowed_sequences": "ab"}, "allowed_sequences must be a list of texts or of lists"),
+        ({"allowed_sequences": []}, "allowed_sequences has 0 sequences"),
+        ({"allowed_sequences": [[1]] * (2**18 + 1)}, "it must have 1 to 262,144"),
+        ({"allowed_sequences": [[1], []]}, "allowed_sequences[1] is empty"),
+        ({"allowed_sequences": [[1], ""]}, "allowed_sequences[1] has 0 characters"),
+        ({"allowed_sequences": [[1, -2]]}, "allowed_sequences[0] must be a whole number"),
+        ({"allowed_sequences": [[1, 2.5]]}, "allowed_sequences[0] must be a whole number"),
+        ({"allowed_sequences": [[1] * 1025]}, "allowed_sequences[0] has more than 1,024 entries"),
+        ({"allowed_sequences": ["a" * 1025]}, "allowed_sequences[0] has 1,025 characters"),
+        ({"allowed_sequences": [3]}, "allowed_sequences[0] must be a list of token ids"),
+        ({"allowed_sequences": [[7] * 1024] * 2049}, "tokens and characters in total"),
+        ({"allowed_sequences": ["a"], "regex": "a"}, "it has regex and allowed_sequences"),
+        ({"allowed_sequences": ["a"], "envelope": "start: @answer"}, "turn reasoning off"),
         ({"choice": ["a" * 40000, "b" * 40000]}, "choice has 80,000 characters in total"),
     ],
 )
@@ -67,6 +81,23 @@ def test_valid_structured_outputs_are_accepted() -> None:
     assert StructuredOutputs(choice=["a", "b", "a"]).choice == ["a", "b"]
     assert StructuredOutputs(choice=("x" * 65536,)).choice
     assert StructuredOutputs(regex="a") == StructuredOutputs(regex="a", json_object=False)
+
+
+def test_the_digest_of_sequences_tells_them_apart() -> None:
+    lists: list[list[Any]] = [
+        [[1, 2], [3]],
+        [[1], [2, 3]],
+        [[3], [1, 2]],
+        [[1, 2, 3]],
+        ["ab", "c"],
+        ["a", "bc"],
+        ["\x01\0\0\0"],
+        [[1]],
+    ]
+    digests = {StructuredOutputs(allowed_sequences=items).digest for items in lists}
+    assert len(digests) == len(lists)
+    equal = StructuredOutputs(allowed_sequences=((1, 2), (np.int64(3),)))
+    assert equal.digest == StructuredOutputs(allowed_sequences=lists[0]).digest
 
 
 @pytest.mark.parametrize(

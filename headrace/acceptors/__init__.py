@@ -23,6 +23,10 @@ class OutputView(Protocol):
     def constraint(self) -> Constraint | None:
         """The grammar or rules for the next tokens."""
 
+    @property
+    def num_left(self) -> int:
+        """Tokens until the max length."""
+
     def clone(self) -> Self: ...
 
     def push(self, token: int, logprobs: TokenLogprobs | None) -> None:
@@ -75,7 +79,7 @@ class Acceptor(Protocol):
     """Whether `accept` reads the logits."""
 
     def logit_ops(self, seqs: list[AnySequence]) -> list[LogitOp]:
-        """Return the op on the logits of each sequence, in order."""
+        """Return the op on the logits of each sequence, in order; a group has one op for all."""
 
     def accept(
         self,
@@ -85,6 +89,7 @@ class Acceptor(Protocol):
     ) -> list[tuple[AnySequence, Commit | None]]:
         """Return the sequences that continue, in their new order, with their commits.
 
+        `results` has one result per op.
         `logits` is [rows, vocab] if `needs_logits`. Returning a sequence several times forks it;
         one that is not returned is freed. A commit of None fails the sequence: its logits were not
         finite.

@@ -1,6 +1,7 @@
 """Beam search, as in Hugging Face transformers.
 
 Beams are ranked by total / length ** length_penalty (Wu et al. 2016, without their constant 5).
+Native code finds the best continuations of all beams at once (csrc/beams.h).
 """
 
 from bisect import insort
@@ -13,18 +14,11 @@ from numpy.typing import NDArray
 
 from headrace.acceptors import AnyOutput, AnySequence, OutputView, SampledSequence
 from headrace.batch import Commit, TokenLogprobs
+from headrace.constraint import TriePlace
 from headrace.errors import ConstraintError
-from headrace.logit_ops import LogitOp, LogitOpResult, Ranked, TopTokens
+from headrace.logit_ops import LogitOp, LogitOpResult, RankBeams, RankedBeams
 from headrace.sampling.host import run_logit_ops
 from headrace.sampling.sampler import token_logprobs
-
-
-class Candidate(NamedTuple):
-    """A beam with one more token. Best first; equal totals by beam, then by token."""
-
-    loss: float  # the negated total
-    beam: int
-    token: int
 
 
 class Hypothesis(NamedTuple):
@@ -32,23 +26,28 @@ class Hypothesis(NamedTuple):
     output: OutputView
 
 
+def _best_first(hypothesis: Hypothesis) -> float:
+    return -hypothesis.score
+
+
 @dataclass(slots=True, eq=False)
 class BeamSearch:
     """The beam search of one request. Its sequences are in the order of the beams.
 
-    A total sums log-probabilities after biases and penalties, at temperature 1.
+    A total sums log-probabilities after biases and penalties, at temperature 1. Grammars and tries
+    choose among the tokens, and do not change their log-probabilities.
     """
 
     width: int
     num_results: int
     length_penalty: float
     early_stopping: bool
-    num_end_ids: int
-    """Tokens that may end a beam. A step ranks this number of extra tokens of each beam, so that
-    `width` beams continue.
-    """
+    end_ids: list[int]
+    """Tokens that end a beam."""
+    has_stops: bool
+    """Whether stop strings may end a beam."""
     needs_logits: bool
-    """Whether the request has stop strings or returns log-probabilities."""
+    """Whether the search may rank more candidates, or returns log-probabilities."""
     totals: list[float] = field(default_factory=lambda: [0.0])
     finished: list[Hypothesis] = field(default_factory=list)
     """Finished beams, best first."""
@@ -61,7 +60,7 @@ class BeamSearch:
         if seqs[0].output.token_ids:
             for seq in seqs:
                 seq.sampler.append(seq.output.token_ids[-1])
-        return self._top_tokens(seqs, self.width + self.num_end_ids)
+        return [self._rank(seqs, self.width)]
 
     def accept(
         self,
@@ -69,95 +68,107 @@ class BeamSearch:
         results: Sequence[LogitOpResult],
         logits: NDArray[np.float32] | None,
     ) -> list[tuple[AnySequence, Commit | None]]:
-        count = self.width + self.num_end_ids
-        while None not in results:
-            candidates = self._candidates(cast(Sequence[Ranked], results))
-            accepted = self._select(candidates, seqs, logits, count)
+        count, (result,) = self.width, results
+        while isinstance(result, RankedBeams):
+            accepted = self._select(result, seqs, logits, count)
             if accepted is not None:
                 if not accepted and not self.finished:
                     break
                 return accepted
 
-            # Stop strings ended too many candidates: rank twice as many tokens of each beam.
-            assert logits is not None, "a search with stop strings needs the logits"
+            # Stop strings or a grammar ended too many candidates: rank twice as many.
+            assert logits is not None, "a search with stop strings or a grammar needs the logits"
             count *= 2
-            results = run_logit_ops(self._top_tokens(seqs, count), logits)
+            (result,) = run_logit_ops([self._rank(seqs, count)], logits)
         return [(seq, None) for seq in seqs]
 
     def outputs(self, outputs: list[AnyOutput]) -> list[AnyOutput]:
         if any(output.finish_reason is None for output in outputs):
             return []
         cut_short = list(map(self._hypothesis, outputs, self.totals))
-        ranked = sorted([*self.finished, *cut_short], key=lambda hypothesis: -hypothesis.score)
+        ranked = sorted([*self.finished, *cut_short], key=_best_first)
 
         # The outputs of finished beams are clones of such outputs, hence of their type.
         return [cast(AnyOutput, hypothesis.output) for hypothesis in ranked[: self.num_results]]
 
-    def _top_tokens(self, seqs: Sequence[SampledSequence], count: int) -> list[LogitOp]:
-        return [
-            TopTokens(
-                row=seq.first_sample_row,
-                position=seq.position,
-                sampler=seq.sampler,
-                num_tokens=count,
-                masks=seq.masks,
-            )
-            for seq in seqs
-        ]
-
-    def _candidates(self, ranked: Sequence[Ranked]) -> list[Candidate]:
-        return sorted(
-            Candidate(-total - logprob, beam, token)
-            for beam, (total, row) in enumerate(zip(self.totals, ranked, strict=True))
-            for token, logprob in zip(row.tokens, row.logprobs, strict=True)
-            if logprob > -np.inf  # a banned token
+    def _rank(self, seqs: Sequence[SampledSequence], count: int) -> RankBeams:
+        places = _places(seqs)
+        masks = [] if places else [seq.masks for seq in seqs if seq.masks is not None]
+        return RankBeams(
+            rows=[seq.first_sample_row for seq in seqs],
+            position=seqs[0].position,
+            samplers=[seq.sampler for seq in seqs],
+            totals=self.totals,
+            num_candidates=count,
+            all_count=seqs[0].output.num_left == 1,
+            end_ids=self.end_ids,
+            masks=np.concatenate(masks) if masks else None,
+            trie=places[0].trie if places else None,
+            nodes=[place.node for place in places],
         )
 
     def _select(
         self,
-        candidates: list[Candidate],
+        ranked: RankedBeams,
         seqs: list[AnySequence],
         logits: NDArray[np.float32] | None,
         count: int,
     ) -> list[tuple[AnySequence, Commit | None]] | None:
         """Finish the ending candidates among the best `width`; accept the best `width` others.
 
-        Returns None, and changes no state, if a beam needs more than `count` candidates.
+        Returns None, and changes no state, if more than `count` candidates are needed.
         """
         accepted: list[tuple[AnySequence, Commit | None]] = []
         totals: list[float] = []
         finished = self.finished[:]
-        num_unseen = [count] * len(seqs)
+        length = len(seqs[0].output.token_ids) + 1
+        is_last = seqs[0].output.num_left == 1
+        must_try = self._must_try(seqs)
 
-        for rank, (loss, beam, token) in enumerate(candidates):
+        for rank, (beam, token, total, ends) in enumerate(zip(*ranked, strict=True)):
+            ended = not must_try and (ends or is_last)
+            if ended and rank >= self.width:
+                continue
             seq = seqs[beam]
             logprobs = _logprobs(seq, token, logits)
-            output = seq.output.clone()
-            try:
-                output.push(token, logprobs[0] if logprobs else None)
-            except ConstraintError:  # the grammar allows no token after this one
-                continue
+            if must_try:
+                output = seq.output.clone()
+                try:
+                    output.push(token, logprobs[0] if logprobs else None)
+                except ConstraintError:  # the grammar allows no token after this one
+                    continue
+                ended = output.finish_reason is not None
 
-            if output.finish_reason is None:
-                commit = Commit(seq.source, path=[], tokens=[token], logprobs=logprobs)
-                accepted.append((seq, commit))
-                totals.append(-loss)
-            elif rank < self.width:
-                hypothesis = self._hypothesis(output, -loss)
-                insort(finished, hypothesis, key=lambda hypothesis: -hypothesis.score)
+            if not ended:
+                accepted.append((seq, Commit(seq.source, [], tokens=[token], logprobs=logprobs)))
+                totals.append(total)
+                if len(accepted) == self.width:
+                    break
+            elif rank < self.width and self._is_among_best(finished, total, length):
+                if not must_try:
+                    output = seq.output.clone()
+                    output.push(token, logprobs[0] if logprobs else None)
+                insort(finished, self._hypothesis(output, total), key=_best_first)
+                del finished[self.width :]
 
-            all_at_limit = rank >= self.width - 1 and output.finish_reason == "length"
-            if len(accepted) == self.width or all_at_limit:
-                break
-            num_unseen[beam] -= 1
-            if not num_unseen[beam] and logits is not None and count < logits.shape[1]:
-                return None
-
+        num_counted = len(ranked.ends) if is_last else ranked.ends.count(False)
+        if must_try and not is_last and len(accepted) < self.width and num_counted == count:
+            return None
         if not accepted and not finished:
             return []  # the grammar ends every beam without a valid output
-        self.finished = finished[: self.width]
-        self.totals = [] if self._ends(totals, len(seqs[0].output.token_ids) + 1) else totals
+        self.finished = finished
+        self.totals = [] if self._ends(totals, length) else totals
         return accepted if self.totals else []
+
+    def _must_try(self, seqs: Sequence[SampledSequence]) -> bool:
+        """Whether only the output of a candidate can tell if it ends."""
+        constraint = seqs[0].output.constraint
+        return self.has_stops or bool(constraint and constraint.changes and not _places(seqs))
+
+    def _is_among_best(self, finished: list[Hypothesis], total: float, length: int) -> bool:
+        if len(finished) < self.width:
+            return True
+        return self._score(total, length) > finished[-1].score
 
     def _hypothesis(self, output: AnyOutput, total: float) -> Hypothesis:
         output.cumulative_logprob = total
@@ -176,6 +187,18 @@ class BeamSearch:
         if len(self.finished) < self.width:
             return False
         return self.early_stopping or self._score(totals[0], length) <= self.finished[-1].score
+
+
+def _places(seqs: Sequence[SampledSequence]) -> list[TriePlace]:
+    """The place of each beam in a trie; none if anything else decides about the next token."""
+    places: list[TriePlace] = []
+    for seq in seqs:
+        constraint = seq.output.constraint
+        place = None if constraint is None else constraint.place
+        if place is None:
+            return []
+        places.append(place)
+    return places
 
 
 def _logprobs(

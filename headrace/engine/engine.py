@@ -655,8 +655,11 @@ class Engine:
             num_results=params.n,
             length_penalty=params.length_penalty,
             early_stopping=params.early_stopping,
-            num_end_ids=len(end_ids(params, self._tokenizer)),
-            needs_logits=bool(params.stop) or params.logprobs is not None,
+            end_ids=sorted(end_ids(params, self._tokenizer)),
+            has_stops=bool(params.stop),
+            needs_logits=params.logprobs is not None
+            or bool(params.stop or params.structured_outputs or params.bad_words)
+            or params.thinking_budget is not None,
         )
 
     # Closing

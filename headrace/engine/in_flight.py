@@ -21,6 +21,8 @@ class InFlightStep:
     logit_ops: list[LogitOp] = field(default_factory=list)
     """Ops that score or pool prompts, then ops that sample, in the order of `groups`."""
     groups: dict[Acceptor, list[ScheduledSequence]] = field(default_factory=dict)
+    num_ops: dict[Acceptor, int] = field(default_factory=dict)
+    """Ops that sample, by acceptor."""
     seqs: list[Sequence] = field(default_factory=list)
     num_rows: int = 0
     tickets: list[Ticket] = field(default_factory=list)

@@ -72,11 +72,16 @@ class Output:
         if params.stop and params.stop_after:
             self._answer = AnswerFinder(params.stop_after)
 
+        self._decodes_late = params.beam_width is not None and not self._has_stops
+        """Whether the end decodes all tokens: few of the beams of a search reach its result."""
+
         # `take` splits the text into pieces that were taken, and new text after them.
         self._taken: list[str] = []
         self._new = ""
         self._num_taken = 0  # tokens
         self._num_resumed = 0  # tokens without log-probabilities, from before a resume
+        self._num_hidden = 0
+        """Last tokens that the text leaves out: 1 after an end token."""
         self._end_taken = False
 
     def clone(self) -> "Output":
@@ -84,11 +89,17 @@ class Output:
         clone.token_ids = self.token_ids[:]
         clone.logprobs = self.logprobs[:]
         clone._taken = self._taken[:]
-        clone._decoder = self._decoder.clone()
-        clone._finder = self._finder.clone()
-        clone._answer = copy(self._answer)
+        if not self._decodes_late:  # else the decoder is at its start
+            clone._decoder = self._decoder.clone()
+            clone._finder = self._finder.clone()
+            clone._answer = copy(self._answer)
         clone.constraint = self.constraint and self.constraint.clone()
         return clone
+
+    @property
+    def num_left(self) -> int:
+        """Tokens until the max length."""
+        return self._max_tokens - len(self.token_ids)
 
     @property
     def text(self) -> str:
@@ -108,14 +119,18 @@ class Output:
 
         can_stop = len(self.token_ids) > self._params.min_tokens
         if can_stop and token in self.end_ids:
-            if self._params.include_stop_str_in_output:
+            if not self._params.include_stop_str_in_output:
+                self._num_hidden = 1
+            elif not self._decodes_late:
                 self._new += self._decoder.push(token)
             self.finish("stop", token if token in (self._params.stop_token_ids or ()) else None)
             return
 
         if self.constraint is not None:
             self.constraint.push(token)
-        if not self._has_stops:
+        if self._decodes_late:
+            pass
+        elif not self._has_stops:
             self._new += self._decoder.push(token)
         elif stop := self._append_token(token, can_stop):
             self.finish_reason, self.stop_reason = "stop", stop
@@ -138,6 +153,10 @@ class Output:
         """End the output, and flush an incomplete character."""
         if self._answer:
             self._new += self._answer.flush()
+        if self._decodes_late:
+            self._decoder = self._decoder.clone()
+            shown = self.token_ids[: len(self.token_ids) - self._num_hidden]
+            self._new = "".join(map(self._decoder.push, shown))
         self._new += self._decoder.flush()
         self.finish_reason, self.stop_reason = reason, stop_reason
 

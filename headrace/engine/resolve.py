@@ -51,6 +51,7 @@ def prepare_logit_ops(step: InFlightStep, scheduler: Scheduler) -> None:
     for acceptor, group in step.groups.items():
         first_op = len(step.logit_ops)
         step.logit_ops += acceptor.logit_ops(group)
+        step.num_ops[acceptor] = len(step.logit_ops) - first_op
         for op, item in enumerate(group, first_op):
             item.seq.num_pending += 1
             item.seq.last_op = op
@@ -90,15 +91,15 @@ def resolve_step(
             commits.append((item, Commit(source, path=[], tokens=[], logprobs=[])))
 
     # Sequences that sampled, by acceptor.
-    op = len(step.logit_ops) - sum(map(len, step.groups.values()))
+    op = len(step.logit_ops) - sum(step.num_ops.values())
     for acceptor, group in step.groups.items():
-        group_results = results[0].values[op : op + len(group)]
+        end = op + step.num_ops[acceptor]
+        group_results = results[0].values[op:end]
         if len(results) > 1:
             group_results = [
-                _concatenate([result.values[i] for result in results])
-                for i in range(op, op + len(group))
+                _concatenate([result.values[i] for result in results]) for i in range(op, end)
             ]
-        op += len(group)
+        op = end
         for item in group:
             item.seq.num_pending -= len(results)
         if not all(item.seq.output.finish_reason for item in group):

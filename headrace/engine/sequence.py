@@ -1,6 +1,7 @@
 """Requests in the engine, and their sequences."""
 
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 
 from headrace.acceptors import Acceptor
 from headrace.batch import Commit
@@ -233,13 +234,12 @@ class Sequence:
         return self.request if self.is_beam else self
 
     def fork(self, tables: Tables) -> "Sequence":
-        return replace(
-            self,
-            known=self.known[:],
-            sampler=self.sampler.clone(0),
-            output=self.output.clone(),
-            tables=tables,
-        )
+        fork = copy(self)
+        fork.known = self.known[:]
+        fork.sampler = self.sampler.clone(0)
+        fork.output = self.output.clone()
+        fork.tables = tables
+        return fork
 
     def prompt_rows(self, num_scheduled: int) -> range:
         if self.request.params.prompt_logprobs is None or self is not self.request.scorer:

@@ -9,12 +9,22 @@ from itertools import product
 import numpy as np
 
 from headrace.batch import DraftTree
-from headrace.constraint import MASK_BITS, GrammarState, Mask, Masks, allows, mask_of
+from headrace.constraint import (
+    MASK_BITS,
+    GrammarState,
+    Mask,
+    Masks,
+    TriePlace,
+    allows,
+    mask_of,
+)
 from headrace.errors import ConstraintError, RequestError
 from headrace.grammar.grammars import Grammars, Vocabulary
 from headrace.grammar.thinking import Thinking, thinking
+from headrace.grammar.tries import Tries
 from headrace.record import frozen
 from headrace.sampling_params import SamplingParams
+from headrace.structured_outputs import StructuredOutputs
 
 
 @frozen
@@ -26,8 +36,14 @@ class Rules:
     """Tokens that end an output whose text completes its grammar."""
     end_ids: frozenset[int]
     min_tokens: int
+    vocab_size: int
     bad_words: list[tuple[int, ...]] = field(default_factory=list)
     """Forbidden runs of two or more tokens."""
+
+    @cached_property
+    def allows_all(self) -> bool:
+        """Whether every token is allowed, apart from bad words of several tokens."""
+        return int(np.bitwise_count(self.allowed).sum()) == self.vocab_size
 
     @cached_property
     def num_recent(self) -> int:
@@ -70,6 +86,14 @@ class OutputConstraint:
         return masks + (self._state.num_bytes if self._state else 0)
 
     @property
+    def place(self) -> TriePlace | None:
+        rules = self._rules
+        if self._state is None or rules.bad_words or not rules.allows_all or self._thinking:
+            return None
+        self._move(())
+        return self._state.place
+
+    @property
     def mask(self) -> Mask:
         mask = self._masks.get(())
         if mask is None:
@@ -78,7 +102,8 @@ class OutputConstraint:
 
     @property
     def must_end(self) -> bool:
-        return not self.mask.any()
+        place = self.place
+        return place.trie.is_leaf(place.node) if place else not self.mask.any()
 
     def push(self, token: int) -> None:
         if not self.changes:
@@ -174,10 +199,11 @@ class OutputConstraint:
             self._move(path)
             mask = np.empty_like(rules.allowed)
             state.fill(mask)
-            others = mask & ~rules.ends
-            # If only stop tokens continue the text, one of them is its last token.
-            if state.is_complete or others.any():
-                mask = others
+            if not state.place:  # the end tokens in a trie belong to its sequences
+                others = mask & ~rules.ends
+                # If only stop tokens continue the text, one of them is its last token.
+                if state.is_complete or others.any():
+                    mask = others
             if state.is_complete and self._length + len(path) >= rules.min_tokens:
                 mask |= rules.ends
             mask &= rules.allowed
@@ -210,6 +236,7 @@ class Constraints:
         self._vocabulary = vocabulary
         self._vocab_size = vocab_size
         self._grammars = Grammars(vocabulary, vocab_size)
+        self._tries = Tries(vocab_size, self._grammars.encode)
 
     def make(
         self, params: SamplingParams, end_ids: frozenset[int], prompt: Sequence[int] = ()
@@ -236,11 +263,12 @@ class Constraints:
             ends=mask_of([token for token in end_ids if token < vocab_size], vocab_size) & allowed,
             end_ids=end_ids,
             min_tokens=params.min_tokens,
+            vocab_size=vocab_size,
             bad_words=[word for word in words if len(word) > 1],
         )
-        state = None
+        state: GrammarState | None = None
         if params.structured_outputs is not None:
-            state = self._grammars.compile(params.structured_outputs)
+            state = self._start(params.structured_outputs, end_ids)
         constraint = OutputConstraint(rules, state, self._thinking(params, prompt))
 
         try:
@@ -252,6 +280,11 @@ class Constraints:
         except ConstraintError as error:
             raise RequestError(str(error)) from None
         return constraint
+
+    def _start(self, outputs: StructuredOutputs, end_ids: frozenset[int]) -> GrammarState:
+        if outputs.allowed_sequences is not None:
+            return self._tries.state(outputs, end_ids)
+        return self._grammars.compile(outputs)
 
     def _thinking(self, params: SamplingParams, prompt: Sequence[int]) -> Thinking | None:
         if params.thinking_budget is None:

@@ -6,6 +6,7 @@ A grammar that allows a single text allows only the tokenizer's own tokens of it
 import importlib
 import json
 import re
+import reprlib
 from collections import OrderedDict
 from collections.abc import Collection
 from contextlib import suppress
@@ -99,16 +100,26 @@ class Grammars:
                 self._compiled.popitem(last=False)
             return state.clone()
 
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text that continues another. Raises RequestError."""
+        return self._vocabulary_tokens().encode(text)
+
+    def _vocabulary_tokens(self) -> "_Tokens":
+        with self._lock:
+            if self._tokens is None:
+                self._tokens = _Tokens(self._vocabulary, self._vocab_size)
+            return self._tokens
+
     def _compile(self, field: str, text: str, outputs: StructuredOutputs) -> "_State":
         llguidance = _llguidance()
         name = outputs.field or field
         check_cost(field, text, name)
+        tokens = self._vocabulary_tokens()
         with self._lock:
-            if self._tokens is None:
-                self._tokens = _Tokens(self._vocabulary, self._vocab_size)
-                self._tokenizer = llguidance.LLTokenizer(self._tokens)
+            if self._tokenizer is None:
+                self._tokenizer = llguidance.LLTokenizer(tokens)
         if outputs.structural_tag is not None:
-            grammar, schemas = structural_tag_lark(text, name, self._tokens.control_tokens)
+            grammar, schemas = structural_tag_lark(text, name, tokens.control_tokens)
             outputs = replace(outputs, tool_schemas=schemas)
         else:
             grammar = _grammar(llguidance, outputs, name)
@@ -117,7 +128,7 @@ class Grammars:
             if outputs.envelope:  # which the user has not written
                 _, message = self._matcher(llguidance, grammar)
             raise RequestError(self._reason(llguidance, outputs, name, message))
-        state = _State(matcher, self._tokens)
+        state = _State(matcher, tokens)
         mask = np.zeros(mask_words(self._vocab_size), np.uint32)
         with suppress(ConstraintError):  # the mask stays empty
             state.fill(mask)
@@ -190,6 +201,8 @@ class _State:
         self._vocabulary = vocabulary
         self._tokens: list[int] = []
         self._num_bytes = 0  # of the text
+
+    place = None
 
     @property
     def is_complete(self) -> bool:
@@ -276,6 +289,16 @@ class _Tokens:
     def __call__(self, text: str) -> list[int]:
         """Return the tokens of a text; llguidance may pass a long text, whose end is left out."""
         return self._cached_encode(text[:_MAX_FORCED_CHARACTERS])
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of exactly this text. Raises RequestError."""
+        ids = self._encode(text)
+        if b"".join([self.tokens[token] for token in ids]) != text.encode():
+            raise RequestError(
+                f"the tokenizer cannot write {reprlib.repr(text)}; change the text, or give token "
+                "ids"
+            )
+        return ids
 
     def _encode(self, text: str) -> list[int]:
         data = text.encode()

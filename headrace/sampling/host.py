@@ -17,11 +17,11 @@ from headrace.logit_ops import (
     LogitOpResult,
     Pool,
     Pooled,
-    Ranked,
+    RankBeams,
+    RankedBeams,
     SampleOp,
     SampleResult,
     Score,
-    TopTokens,
 )
 from headrace.sampling.exact import verify_exact
 from headrace.sampling.rejection import verify_rejection
@@ -96,10 +96,10 @@ def _score_one(op: Score, row: NDArray[np.float32]) -> TokenLogprobs | None:
         return None
 
 
-def _rank(ops: Sequence[TopTokens], logits: Logits, pool: _native.Pool) -> list[Ranked | None]:
+def _rank(ops: Sequence[RankBeams], logits: Logits, pool: _native.Pool) -> list[RankedBeams | None]:
     return [
-        None if ranked is None else Ranked(*ranked)
-        for ranked in _native.top_tokens(pool, logits, cast(Any, ops))
+        None if ranked is None else RankedBeams(*ranked)
+        for ranked in _native.rank_beams(pool, logits, cast(Any, ops))
     ]
 
 
@@ -134,7 +134,7 @@ def _pool(
 
 _METHODS: dict[type[LogitOp], Callable[..., Sequence[LogitOpResult]]] = {
     Score: _score,
-    TopTokens: _rank,
+    RankBeams: _rank,
     Expand: _expand,
     Pool: _pool,
 }

@@ -31,6 +31,7 @@ from headrace.server.field_types import (
     ToolChoice,
     Tools,
 )
+from headrace.structured_outputs import MAX_ALLOWED_SEQUENCES, MAX_SEQUENCE_SIZE
 
 MAX_MESSAGES = 4096
 MAX_SESSION_NODES = 10_000
@@ -47,6 +48,10 @@ TruncationSide = Literal["left", "right"]
 _REQUEST_ID = r"^[A-Za-z0-9_.:\-]{1,128}$"
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
 _Texts = Annotated[list[_Text], msgspec.Meta(min_length=1)]
+_Sequence = (
+    Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SEQUENCE_SIZE)]
+    | Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=MAX_SEQUENCE_SIZE)]
+)
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -67,6 +72,10 @@ class Structured(msgspec.Struct, frozen=True, kw_only=True):
     choice: _Texts | None = None
     grammar: _Text | None = None
     structural_tag: str | dict[str, Any] | None = None
+    allowed_sequences: (
+        Annotated[list[_Sequence], msgspec.Meta(min_length=1, max_length=MAX_ALLOWED_SEQUENCES)]
+        | None
+    ) = None
     strict: bool | None = None
 
 

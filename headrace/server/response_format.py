@@ -44,6 +44,7 @@ def structured_outputs(request: SharedSampling, strict: bool = True) -> Structur
                 choice=record.choice,
                 grammar=record.grammar,
                 structural_tag=record.structural_tag,
+                allowed_sequences=record.allowed_sequences,
                 strict=strict if record.strict is None else record.strict,
                 field=field if field in _OTHER_NAMES else "",
             )

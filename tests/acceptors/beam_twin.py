@@ -2,7 +2,7 @@
 token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,9 +28,11 @@ def beam_search(
     longest: int,
     end_ids: frozenset[int] = frozenset(),
     decode: Callable[[list[int]], str] = lambda tokens: "",
+    allowed: Callable[[list[int]], Collection[int]] | None = None,
+    logprobs: Callable[[NDArray[np.float32]], NDArray[np.float64]] = logprobs,
 ) -> list[Beam]:
     """Return the best `n` beams, best first; `longest` is the length of prompt and output at which
-    a sequence ends.
+    a sequence ends. `allowed` gives the tokens that may follow an output; without any it ends.
     """
     width = params.beam_width or 0
     most = min(longest - len(prompt), params.max_tokens or longest)
@@ -47,7 +49,8 @@ def beam_search(
                 for stop in params.stop or ()
             )
         )
-        return stopped or len(tokens) == most
+        is_whole = allowed is not None and not allowed(tokens)
+        return stopped or is_whole or len(tokens) == most
 
     live, done = [Beam([], 0.0)], list[Beam]()
     while live:
@@ -56,7 +59,7 @@ def beam_search(
             row = logprobs(_adjusted(prompt, beam.tokens, params, model, vocab, ends))
             longer = [
                 Beam([*beam.tokens, token], beam.total + float(row[token]))
-                for token in range(vocab)
+                for token in (range(vocab) if allowed is None else allowed(beam.tokens))
                 if row[token] > -np.inf
             ]
             candidates += [(-beam.total, index, beam.tokens[-1], beam) for beam in longer]

@@ -9,13 +9,11 @@ from headrace import _native
 from headrace.acceptors.beam import BeamSearch
 from headrace.engine.output import Output
 from headrace.engine.stops import StopPattern
-from headrace.logit_ops import Ranked, TopTokens
 from headrace.sampling.host import run_logit_ops
 from headrace.sampling_params import SamplingParams
 from tests.acceptors.sampled import Sampled
 from tests.tiny import TinyVocabulary
 
-POOL = _native.Pool(1)
 END = 3
 
 
@@ -43,7 +41,8 @@ class Searching:
             num_results=num_results,
             length_penalty=params.length_penalty,
             early_stopping=params.early_stopping,
-            num_end_ids=num_end_ids,
+            end_ids=[END][:num_end_ids],
+            has_stops=bool(params.stop),
             needs_logits=needs_logits,
         )
         self.num_logprobs = -1 if params.logprobs is None else params.logprobs
@@ -174,7 +173,9 @@ def test_a_row_that_is_not_finite_fails_all_beams() -> None:
         Sampled(source=i, first_sample_row=i, position=2, sampler=search.samplers[i], output=output)
         for i, (_, output) in enumerate(search.beams)
     ]
-    assert search.search.accept(seqs, [None, Ranked([0, 1], [-1.0, -2.0])], None) == [
+    logits = np.array([[0, 0, 0, 0], [0, np.nan, 0, 0]], np.float32)
+    results = run_logit_ops(search.search.logit_ops(seqs), logits)
+    assert search.search.accept(seqs, results, None) == [
         (seqs[0], None),
         (seqs[1], None),
     ]
@@ -236,15 +237,3 @@ def test_there_are_no_more_beams_than_candidates() -> None:
     search = Searching()
     assert search.step([1, 0, 0, 0]) == [[0]]
     assert search.step([0.5, 0.5, 0, 0]) == [[0, 0], [0, 1]]
-
-
-def test_penalties_apply_to_the_tokens_of_each_beam() -> None:
-    sampler = _native.Sampler(4, [], presence_penalty=2.0)
-    fresh, seen = sampler.clone(0), sampler.clone(0)
-    seen.append(1)
-    row = np.array([[0.0, 1.0, 0.5, -1.0]], np.float32)
-    (before,), (after,) = (
-        _native.top_tokens(POOL, row, [TopTokens(0, 5, s, 4)]) for s in (fresh, seen)
-    )
-    assert (before[0], after[0]) == ([1, 2, 0, 3], [2, 0, 1, 3])
-    assert np.exp(after[1]).sum() == pytest.approx(1)

@@ -145,9 +145,9 @@ RUN = [
     Row("run {model} hello --raw --system x", 2, "--system.*--raw"),
     Row("run 'what is this'", 2, "is not a model"),
     Row("run {model} hello --stop ''", 2, "stop has a string of 0 characters"),
-    Row("run {model} hello -n 0", 2, "n must be a whole number from 1 to 128"),
-    Row("run {model} hello --n -1", 2, "n must be a whole number from 1 to 128"),
-    Row("run {model} hello -n 200", 2, "n must be a whole number from 1 to 128"),
+    Row("run {model} hello -n 0", 2, "n must be a whole number from 1 to 512"),
+    Row("run {model} hello --n -1", 2, "n must be a whole number from 1 to 512"),
+    Row("run {model} hello -n 513", 2, "n must be a whole number from 1 to 512"),
     Row("run {model} hello -n 3 --beam-width 2", 2, "n 3 is greater than beam_width 2"),
     *(
         Row(
@@ -177,7 +177,7 @@ RUN = [
     ),
     Row("run {model} hello --max-tokens 1e3", 2, "invalid int value: '1e3'"),
     Row("run {model} hello --seed -1", 2, "seed must be a whole number from 0"),
-    Row("run {model} hello --beam-width 500", 2, "beam_width must be a whole number from 1 to 128"),
+    Row("run {model} hello --beam-width 513", 2, "beam_width must be a whole number from 1 to 512"),
     Row("run {model} hello --max-model-len -1", 2, "max_model_len must be a whole number from 0"),
     Row("run {model} hello --max-model-len 1000", 2, "the model's context has 256 tokens"),
     Row("run {model} hello --max-model-len 1", 2, "the prompt has"),

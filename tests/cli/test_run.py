@@ -177,7 +177,7 @@ class TestRunErrors:
             (("--temperature", "nan"), "temperature must be a number from 0 to 100"),
             (("--temperature", "-1"), "temperature"),
             (("--top-k", "-5"), "top_k"),
-            (("--beam-width", "0"), "beam_width must be a whole number from 1 to 128"),
+            (("--beam-width", "0"), "beam_width must be a whole number from 1 to 512"),
             (("--beam-width", "2", "--length-penalty", "inf"), "length_penalty must be a number"),
             (("--max-tokens", "0"), "max_tokens"),
             (("--max-model-len", "9000"), "the model's context has 8,192 tokens"),

@@ -19,6 +19,7 @@ from headrace.errors import NonFiniteLogitsError, RequestError
 from headrace.outputs import RequestOutput
 from headrace.sampling_params import SamplingParams
 from headrace.speculation.proposers.suffix import SuffixProposer
+from headrace.structured_outputs import StructuredOutputs
 from tests.acceptors.beam_twin import Beam, beam_search
 from tests.backend.batches import Sequence, batch_of
 from tests.engine.toy import VOCAB, plain_decoding, toy_engine, toy_logits
@@ -137,7 +138,13 @@ def test_beam_search_matches_a_naive_search(
 
 @pytest.mark.parametrize(
     ("params", "needs_logits"),
-    [({}, False), ({"stop": ["c"]}, True), ({"logprobs": 0}, True)],
+    [
+        ({}, False),
+        ({"stop": ["c"]}, True),
+        ({"logprobs": 0}, True),
+        ({"bad_words": ["ab"]}, True),
+        ({"structured_outputs": StructuredOutputs(regex="a*")}, True),
+    ],
 )
 def test_beam_search_follows_its_sampling_parameters(
     params: dict[str, Any], needs_logits: bool
@@ -160,7 +167,8 @@ def test_beam_search_follows_its_sampling_parameters(
         0.5,
         True,
     )
-    assert (search.num_end_ids, search.needs_logits) == (4, needs_logits)
+    assert (search.end_ids, search.has_stops) == ([5, 6, 7, 8], "stop" in params)
+    assert search.needs_logits == needs_logits
 
 
 @cache

@@ -50,7 +50,8 @@ SCHEMA = {
 REGEX = r"name: (a|bc)+\.[0-9]{2,4}"
 CHOICE = ["abc", "ab", "name", "null and true"]
 GRAMMAR = 'start: item (", " item)*\nitem: /[0-9]{1,2}/ | "[" start "]"'
-PLAIN = 8
+ITEMS = [*CHOICE, [7, 8], [7, 8, 9], [50, 3, 50, 3, 1]]
+PLAIN = 10
 """The first request without a grammar."""
 
 
@@ -89,6 +90,18 @@ REQUESTS: list[Ask] = [
         [5, 5],
         SamplingParams(
             seed=6, max_tokens=30, ignore_eos=True, bad_words=["na", "10"], **asking(json=SCHEMA)
+        ),
+    ),
+    (
+        [6] * 20,
+        SamplingParams(
+            seed=3, n=3, max_tokens=12, bad_words=["na"], **asking(allowed_sequences=ITEMS)
+        ),
+    ),
+    (
+        [6, 1],
+        SamplingParams(
+            beam_width=3, n=3, max_tokens=12, logprobs=1, **asking(allowed_sequences=ITEMS)
         ),
     ),
     (
@@ -158,6 +171,13 @@ def complete(params: SamplingParams, text: str) -> bool:
         return re.fullmatch(asked.regex, text) is not None
     if asked.choice is not None:
         return text in asked.choice
+    if asked.allowed_sequences is not None:
+        vocabulary = JsonVocabulary()
+        items = [
+            item if isinstance(item, str) else vocabulary.decode(list(item))
+            for item in asked.allowed_sequences
+        ]
+        return text in items
     if asked.grammar is not None:
         return re.fullmatch(r"[0-9]{1,2}", re.sub(r", [0-9]{1,2}", "", collapsed(text))) is not None
     try:
@@ -194,8 +214,10 @@ def test_output_matches_the_grammar(
     asked = replace(params, **drawn, max_tokens=90, ignore_eos=False)
     (result,) = run_all(engine_of(seed % 2, backend, slots=800), [(prompt, asked)])
     for output in result.outputs:
+        assert asked.structured_outputs is not None
+        is_item = asked.structured_outputs.allowed_sequences is not None
         assert output.finish_reason == "length" or (
-            complete(asked, output.text) and output.token_ids[-1] in EOS
+            complete(asked, output.text) and (is_item or output.token_ids[-1] in EOS)
         )
 
 

@@ -12,7 +12,7 @@ from headrace import _native
 from headrace.batch import DraftTree
 from headrace.config import AcceptanceMethod
 from headrace.constraint import mask_of, mask_words
-from headrace.logit_ops import Expand, Expanded, Ranked, SampleOp, SampleResult, TopTokens
+from headrace.logit_ops import Expand, Expanded, RankBeams, RankedBeams, SampleOp, SampleResult
 from headrace.sampling.host import VERIFIERS, run_logit_ops
 from tests.sampling import sampler_twin as twin
 from tests.sampling.test_sampler import FILTERS, ISAS, rows
@@ -96,16 +96,6 @@ def test_each_row_of_a_draft_tree_has_its_own_mask(
     assert [tuple(one) for one in drawn.logprobs] == raw
 
 
-def test_top_tokens_are_allowed_by_the_mask() -> None:
-    logits, allowed = logits_of(2), [3, 40, 69]
-    (ranked,) = run_logit_ops(
-        [TopTokens(1, 0, _native.Sampler(VOCAB, []), 3, masks_of(allowed))], logits
-    )
-    assert isinstance(ranked, Ranked)
-    expected = sorted(allowed, key=lambda token: -logits[1, token])
-    assert ranked.tokens == expected and np.exp(ranked.logprobs).sum() == pytest.approx(1)
-
-
 def test_expand_returns_tokens_that_the_mask_allows() -> None:
     logits, allowed = logits_of(2), [3, 40, 69]
     (drafted,) = run_logit_ops(
@@ -122,6 +112,20 @@ def test_expand_returns_tokens_that_the_mask_allows() -> None:
     )
 
 
+def ranking(sampler: _native.Sampler, count: int, masks: Any) -> RankBeams:
+    """The ranking of a single beam, at the first row."""
+    return RankBeams(
+        rows=[0],
+        position=0,
+        samplers=[sampler],
+        totals=[0.0],
+        num_candidates=count,
+        all_count=False,
+        end_ids=[],
+        masks=masks,
+    )
+
+
 def test_a_mask_that_forbids_all_gives_no_result() -> None:
     logits = logits_of(2)
     logits[0, [3, 4]] = -np.inf
@@ -133,7 +137,9 @@ def test_a_mask_that_forbids_all_gives_no_result() -> None:
     failed, drawn = run_logit_ops(draws, logits)
     assert failed is None and isinstance(drawn, SampleResult) and drawn.tokens[0] in (3, 4)
     assert run_logit_ops([SampleOp(1, 0, samplers[2], masks=masks_of([9]))], logits) == [None]
-    assert run_logit_ops([TopTokens(1, 0, samplers[3], 2, masks_of([9]))], logits) == [None]
+    assert run_logit_ops([ranking(samplers[3], 2, masks_of([9]))], logits) == [
+        RankedBeams(beams=[], tokens=[], totals=[], ends=[])
+    ]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +166,7 @@ def test_invalid_masks_are_refused(masks: Any, message: str) -> None:
         sampler.probabilities(logits[0], 0, masks)
     for op, run in (
         (SampleOp(0, 0, sampler, masks=masks), _native.verify_exact),
-        (TopTokens(0, 0, sampler, 1, masks), _native.top_tokens),
+        (ranking(sampler, 1, masks), _native.rank_beams),
         (Expand(0, 0, sampler, 0, 1, False, masks), _native.expand),
     ):
         with pytest.raises(ValueError, match=message):

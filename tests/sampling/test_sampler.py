@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from headrace import _native
 from headrace.batch import NO_DRAFT, DraftTree
 from headrace.errors import NonFiniteLogitsError
-from headrace.logit_ops import SampleOp, TopTokens
+from headrace.logit_ops import SampleOp
 from tests.sampling import sampler_twin as twin
 
 VECTORS = [  # from the kat_vectors file of Random123, the authors' own code
@@ -288,10 +288,6 @@ def test_arguments_of_a_batch_of_draws_are_checked() -> None:
         _native.verify_exact(pool, np.zeros((2, 9), np.float32), [SampleOp(0, 0, sampler)])
     with pytest.raises(ValueError, match="one draw at a time"):
         _native.verify_exact(pool, logits, [SampleOp(0, 0, sampler), SampleOp(1, 1, sampler)])
-    with pytest.raises(ValueError, match="not there"):
-        _native.top_tokens(pool, logits, [TopTokens(2, 0, sampler, 1)])
-    with pytest.raises(ValueError, match="above 0"):
-        _native.top_tokens(pool, logits, [TopTokens(0, 0, sampler, 0)])
 
 
 class Passing(Sequence[SampleOp]):

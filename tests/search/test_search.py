@@ -167,7 +167,7 @@ class TestChoose:
         assert choose([], []) == []
 
 
-@pytest.mark.parametrize("page", ["search.md", "sessions.md"])
+@pytest.mark.parametrize("page", ["search.md", "sessions.md", "beam_search.md"])
 def test_the_examples_of_the_pages_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (PAGE.parent / page).read_text(), re.DOTALL)
     names: dict[str, object] = {}

@@ -52,6 +52,12 @@ HOSTILE: list[dict[str, Any]] = [
     {"structured_outputs": {"regex": "(a{1000}){1000}"}},
     {"structured_outputs": {"grammar": "start: nothing"}},
     {"structured_outputs": {"choice": []}},
+    {"structured_outputs": {"allowed_sequences": []}},
+    {"structured_outputs": {"allowed_sequences": [[70], []]}},
+    {"structured_outputs": {"allowed_sequences": [[70], [264]]}},
+    {"structured_outputs": {"allowed_sequences": [[70, -1]]}},
+    {"structured_outputs": {"allowed_sequences": ["x" * 1025]}},
+    {"structured_outputs": {"allowed_sequences": ["a"], "regex": "a"}},
     {"guided_choice": ["a"] * 2000},
     {"guided_regex": "x" * 70_000},
     {"guided_regex": "(a?){1600}a{1600}"},
@@ -118,6 +124,30 @@ class TestText:
         assert (
             text(response_format={"type": "text"}, structured_outputs={"choice": ["yes"]}) == "yes"
         )
+
+    def test_items(self, server: Running) -> None:
+        items = ["north", "no", [70, 71, 72], [70, 71, 73], [80, 81]]
+        among = {"structured_outputs": {"allowed_sequences": items}, "return_token_ids": True}
+        reply = server.post("/v1/chat/completions", CHAT | among)
+        assert content(reply) in ("north", "no") or reply.json["choices"][0]["token_ids"] in items
+
+        body = {"prompt": [70, 75], "use_beam_search": True, "n": 6, "max_tokens": 9} | among
+        found = server.post("/v1/completions", body)
+        assert found.status == 200, found.body
+        choices = found.json["choices"]
+        # "no" may end with either end token.
+        assert {choice["finish_reason"] for choice in choices} == {"stop"} and len(choices) == 6
+        ids = [choice["token_ids"] for choice in choices]
+        assert all(item in ids for item in items if isinstance(item, list))
+        assert {"north", "no"} <= {choice["text"] for choice in choices}
+
+        again = server.post("/v1/responses", {"input": "hello", "temperature": 0} | among)
+        assert again.status == 200 and again.json["status"] == "completed", again.body
+
+    def test_items_after_calls_of_tools_are_refused(self, tools: Running) -> None:
+        among = {"structured_outputs": {"allowed_sequences": ["a", "b"]}, "tools": TOOLS}
+        reply = tools.post("/v1/chat/completions", CHAT | among)
+        assert reply.status == 400 and "leave tools out" in reply.json["error"]["message"]
 
     def test_structural_tag_and_json_object_with_a_schema(self, server: Running) -> None:
         def reply(**more: Any) -> Reply:

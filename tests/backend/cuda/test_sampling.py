@@ -16,7 +16,7 @@ from headrace import _native
 from headrace.backend.cuda.sampling import runs_on_device
 from headrace.batch import NO_DRAFT, DraftTree
 from headrace.constraint import mask_of
-from headrace.logit_ops import Expand, Expanded, SampleOp, SampleResult, Score, TopTokens
+from headrace.logit_ops import Expand, Expanded, RankBeams, SampleOp, SampleResult, Score
 from headrace.sampling.host import run_logit_ops
 from tests.backend.cuda.examples import examples
 from tests.backend.cuda.sampling_steps import Steps
@@ -254,7 +254,16 @@ def test_runs_on_device() -> None:
     assert not runs_on_device(Expand(0, 0, sampler, 0, 2, False)) and not runs_on_device(
         Expand(0, 0, sampler, 0, 1, True)
     )
-    assert not runs_on_device(TopTokens(0, 0, sampler, 3))
+    beams = RankBeams(
+        rows=[0],
+        position=0,
+        samplers=[sampler],
+        totals=[0.0],
+        num_candidates=3,
+        all_count=False,
+        end_ids=[],
+    )
+    assert not runs_on_device(beams)
 
 
 @settings(max_examples=examples(4), deadline=None)
