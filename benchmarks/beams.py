@@ -41,7 +41,7 @@ def random_items(num_items: int, length: int) -> Items:
 
 
 class Ours:
-    """Headrace, with the seconds that its launches take."""
+    """Headrace, with the seconds that its launches take, and the bytes of KV that it copies."""
 
     def __init__(self, args: argparse.Namespace, prompts: Items, items: Items) -> None:
         widest = max(args.widths) * args.searches
@@ -66,6 +66,18 @@ class Ours:
             return ticket
 
         executable.launch = timed_launch  # type: ignore[method-assign]
+
+        limits = self.llm._engine.limits
+        size = limits.kv.block_size
+        self.copied_bytes = 0.0
+        move_slots = executable.move_slots
+
+        def counted_moves(group: int, source: Any, target: Any) -> None:
+            slot_bytes = limits.kv_groups[group].block_bytes(limits.kv.dtype, size) / size
+            self.copied_bytes += slot_bytes * len(source)
+            move_slots(group, source, target)
+
+        executable.move_slots = counted_moves  # type: ignore[method-assign]
 
     def search(self, width: int, is_free: bool) -> None:
         params = SamplingParams(
@@ -174,7 +186,7 @@ def measure(
     num_tokens = width * args.tokens * args.searches
     speeds, shares, peer_speeds = [], [], []
     for _ in range(args.rounds):
-        ours.launch_seconds, started = 0.0, perf_counter()
+        ours.launch_seconds, ours.copied_bytes, started = 0.0, 0.0, perf_counter()
         ours.search(width, is_free)
         seconds = perf_counter() - started
         speeds.append(num_tokens / seconds)
@@ -184,7 +196,10 @@ def measure(
             peer.search(width, is_free)
             peer_speeds.append(num_tokens / (perf_counter() - started))
     line = f"width {width}, {'free' if is_free else 'items'}: {spread(speeds, ',.0f')} tokens/s"
-    line += f", host {spread(shares, '.0f')} %"
+    megabytes = ours.copied_bytes / args.searches / args.tokens / 1e6
+    line += (
+        f", host {spread(shares, '.0f')} %, {megabytes:.1f} MB of KV copied per step of a search"
+    )
     if peer:
         ratios = [own / other for own, other in zip(speeds, peer_speeds, strict=True)]
         line += f"; transformers {spread(peer_speeds, ',.0f')}, ratio {spread(ratios, '.2f')}"

@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.errors import RequestError
 from headrace.json_schema import enforceable, log_dropped
-from headrace.validation import token_ids
+from headrace.validation import are_token_ids, token_ids
 
 MAX_CHARACTERS = 1 << 16
 """Max characters of a schema, regular expression or grammar, or of all choices together."""
@@ -185,6 +185,10 @@ def _sequences(value: object) -> list[str | list[int]]:
         )
     sequences: list[str | list[int]] = []
     for index, item in enumerate(value):
+        # The usual case: the checks below would take several times as long.
+        if type(item) is list and 0 < len(item) <= MAX_SEQUENCE_SIZE and are_token_ids(item):
+            sequences.append(item[:])
+            continue
         name = f"allowed_sequences[{index}]"
         if isinstance(item, str):
             sequences.append(check_text(name, item, MAX_SEQUENCE_SIZE))

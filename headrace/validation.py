@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from itertools import islice
 from numbers import Integral, Real
 from operator import length_hint
+from typing import Any
 
 from headrace.errors import RequestError
 
@@ -77,6 +78,11 @@ def token_ids(
         count_text = f"{count:,}" if count > limit else f"more than {limit:,}"
         raise RequestError(too_many.format(name=name, limit=limit, count=count_text))
     # A list of plain ints in range needs no conversion, which takes 50 times as long.
-    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= MAX_INTEGER:
+    if are_token_ids(ids):
         return ids
     return [integer(name, token, 0, MAX_INTEGER) for token in ids]
+
+
+def are_token_ids(values: list[Any]) -> bool:
+    """Return whether values, of which there is one at least, are plain ints in range."""
+    return set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= MAX_INTEGER

@@ -51,6 +51,8 @@ class BeamSearch:
     totals: list[float] = field(default_factory=lambda: [0.0])
     finished: list[Hypothesis] = field(default_factory=list)
     """Finished beams, best first."""
+    must_try: bool = False
+    """Whether only the output of a candidate of this step can tell if it ends."""
     is_group = True
 
     def logit_ops(self, seqs: list[AnySequence]) -> list[LogitOp]:
@@ -92,7 +94,8 @@ class BeamSearch:
         return [cast(AnyOutput, hypothesis.output) for hypothesis in ranked[: self.num_results]]
 
     def _rank(self, seqs: Sequence[SampledSequence], count: int) -> RankBeams:
-        places = _places(seqs)
+        places, constraint = _places(seqs), seqs[0].output.constraint
+        self.must_try = self.has_stops or bool(constraint and constraint.changes and not places)
         masks = [] if places else [seq.masks for seq in seqs if seq.masks is not None]
         return RankBeams(
             rows=[seq.first_sample_row for seq in seqs],
@@ -123,7 +126,7 @@ class BeamSearch:
         finished = self.finished[:]
         length = len(seqs[0].output.token_ids) + 1
         is_last = seqs[0].output.num_left == 1
-        must_try = self._must_try(seqs)
+        must_try = self.must_try
 
         for rank, (beam, token, total, ends) in enumerate(zip(*ranked, strict=True)):
             ended = not must_try and (ends or is_last)
@@ -159,11 +162,6 @@ class BeamSearch:
         self.finished = finished
         self.totals = [] if self._ends(totals, length) else totals
         return accepted if self.totals else []
-
-    def _must_try(self, seqs: Sequence[SampledSequence]) -> bool:
-        """Whether only the output of a candidate can tell if it ends."""
-        constraint = seqs[0].output.constraint
-        return self.has_stops or bool(constraint and constraint.changes and not _places(seqs))
 
     def _is_among_best(self, finished: list[Hypothesis], total: float, length: int) -> bool:
         if len(finished) < self.width:

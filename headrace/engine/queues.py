@@ -11,7 +11,7 @@ from headrace.engine.scheduled import ScheduledSequence
 from headrace.engine.sequence import Request, Sequence
 from headrace.engine.step_timer import StepTimer
 from headrace.kv.kept import KeptPaths
-from headrace.kv.manager import Copy, KvManager
+from headrace.kv.manager import BlockCopy, KvManager
 from headrace.kv.prefix import Hit, PrefixCache
 
 STEPS_PER_PRIORITY = 1000
@@ -38,7 +38,7 @@ class SequenceQueues:
         self._config = config
         self._cache = self._new_cache()
         self.kept = KeptPaths(kv)
-        self._copies: list[Copy] = []
+        self._copies: list[BlockCopy] = []
         """Block copies before the next step."""
         self._num_steps = 0
         self._num_moves = 0

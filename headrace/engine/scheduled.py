@@ -9,7 +9,7 @@ from headrace.batch import NO_DRAFT, DraftTree
 from headrace.constraint import Masks
 from headrace.engine.output import Output
 from headrace.engine.sequence import Sequence
-from headrace.kv.manager import Copy
+from headrace.kv.manager import BlockCopy
 from headrace.logit_ops import SamplerState
 from headrace.outputs import DraftStats
 
@@ -157,6 +157,6 @@ class RowBudget:
 
 class SchedulerOutput(NamedTuple):
     scheduled: list[ScheduledSequence]
-    copies: list[Copy]
+    copies: list[BlockCopy]
     """Made before the step."""
     rest: RowBudget

@@ -13,7 +13,7 @@ from headrace.engine.preemption import PreemptionPolicy, max_steps
 from headrace.engine.queues import SequenceQueues
 from headrace.engine.scheduled import RowBudget, ScheduledSequence, SchedulerOutput
 from headrace.engine.sequence import Request, Sequence
-from headrace.kv.manager import Copy, KvManager
+from headrace.kv.manager import BlockCopy, KvManager
 from headrace.kv.prefix import Hit
 
 MAX_PASSING_STEPS = 256
@@ -107,9 +107,9 @@ class Scheduler(SequenceQueues):
 
     def grant_draft_budgets(
         self, output: SchedulerOutput, requested: dict[ScheduledSequence, int]
-    ) -> list[Copy]:
+    ) -> list[BlockCopy]:
         """Share the rest of a step among drafts, without preemption; returns the block copies."""
-        copies: list[Copy] = []
+        copies: list[BlockCopy] = []
         nodes_left = min(output.rest.rows, output.rest.logit_rows)
 
         # Small requests come first, so that their unused share goes to the larger requests.
@@ -223,7 +223,7 @@ class Scheduler(SequenceQueues):
     def _schedule_group(self, output: SchedulerOutput, rows: dict[Sequence, int]) -> None:
         """Allocate the slots of a group, and preempt other sequences, or the group itself."""
         scheduled: list[ScheduledSequence] = []
-        copies: list[Copy] = []
+        copies: list[BlockCopy] = []
         for seq, num_rows in rows.items():
             if not num_rows:
                 continue

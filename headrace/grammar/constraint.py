@@ -90,7 +90,8 @@ class OutputConstraint:
         rules = self._rules
         if self._state is None or rules.bad_words or not rules.allows_all or self._thinking:
             return None
-        self._move(())
+        if self._draft:
+            self._move(())
         return self._state.place
 
     @property
@@ -113,9 +114,10 @@ class OutputConstraint:
         self._length += 1
         self._recent = self._last((token,))
         self._thinking = self._thinking and self._thinking.after(token)
-        self._masks = {
-            draft[1:]: mask for draft, mask in self._masks.items() if draft[:1] == (token,)
-        }
+        if self._masks:
+            self._masks = {
+                draft[1:]: mask for draft, mask in self._masks.items() if draft[:1] == (token,)
+            }
 
     def clone(self) -> "OutputConstraint":
         clone = copy(self)
@@ -172,7 +174,7 @@ class OutputConstraint:
         """Move the state from its draft to another. Raises ConstraintError."""
         if self._state is None:
             return
-        num_common = _num_common(self._draft, path)
+        num_common = _num_common(self._draft, path) if self._draft else 0
         if num_common < len(self._draft):
             self._state.rollback(len(self._draft) - num_common)
         for end in range(num_common, len(path)):

@@ -18,11 +18,20 @@ Tables = tuple[Table, ...]
 
 
 class Copy(NamedTuple):
-    """A copy of KV from block to block or from slot to slot."""
+    """A copy of KV from slot to slot."""
 
     group: int
     source: int
     target: int
+
+
+class BlockCopy(NamedTuple):
+    """A copy of the first slots of a block, those with KV, to another block."""
+
+    group: int
+    source: int
+    target: int
+    num_slots: int
 
 
 class KvManager:
@@ -92,7 +101,7 @@ class KvManager:
     def new_tables(self) -> Tables:
         return tuple(pool.new_table() for pool in self.pools)
 
-    def allocate(self, tables: Tables, computed: int, num_slots: int) -> list[Copy] | None:
+    def allocate(self, tables: Tables, computed: int, num_slots: int) -> list[BlockCopy] | None:
         """Make `num_slots` slots from token `computed` on writable.
 
         A window gets only the slots that a step can use. Returns the block copies to make first.
@@ -107,10 +116,14 @@ class KvManager:
                 plans.append((group, plan))
         if not plans:
             return []
+        size = self.block_size
         return [
-            Copy(group, source, target)
+            BlockCopy(group, source, target, num_slots=min(size, computed - index * size))
             for group, plan in plans
-            for source, target in self.pools[group].apply(tables[group], plan)
+            for index, (source, target) in zip(
+                plan.shared, self.pools[group].apply(tables[group], plan), strict=True
+            )
+            if computed > index * size  # else the block has no KV yet
         ]
 
     def has_slot(self, tables: Tables, computed: int) -> bool:
@@ -157,12 +170,12 @@ class KvManager:
             for group, pool in self._window_pools
         )
 
-    def slot_copies(self, block_copies: Sequence[Copy]) -> list[Copy]:
+    def slot_copies(self, block_copies: Sequence[BlockCopy]) -> list[Copy]:
         size = self.block_size
         return [
             Copy(copy.group, copy.source * size + i, copy.target * size + i)
             for copy in block_copies
-            for i in range(size)
+            for i in range(copy.num_slots)
         ]
 
     # Available blocks

@@ -10,7 +10,7 @@ import numpy as np
 from headrace.backend import Executable
 from headrace.batch import Ints, KvRows, RaggedBatch, ints
 from headrace.kv.blocks import Table
-from headrace.kv.manager import Copy, KvManager, Tables
+from headrace.kv.manager import BlockCopy, Copy, KvManager, Tables
 
 
 def kv_rows(
@@ -88,7 +88,7 @@ def batch_of_runs(runs: Sequence[TokenRun], block_size: int, *, logits: bool) ->
     )
 
 
-def prepare_blocks(executable: Executable, kv: KvManager, copies: Sequence[Copy]) -> None:
+def prepare_blocks(executable: Executable, kv: KvManager, copies: Sequence[BlockCopy]) -> None:
     """Make the block copies of a step, then load its blocks from the host or the disk."""
     move_slots(executable, kv.slot_copies(copies))
     kv.run_loads()

@@ -13,7 +13,7 @@ from headrace.batch import Ints
 from headrace.config import KvConfig
 from headrace.kv.blocks import NULL_BLOCK
 from headrace.kv.host import HostTier
-from headrace.kv.manager import Copy, KvManager
+from headrace.kv.manager import BlockCopy, KvManager
 from headrace.kv.prefix import Hit, PrefixCache, Scope
 from headrace.kv.rows import prepare_blocks
 from tests.engine.toy import toy_groups, toy_kv
@@ -160,7 +160,7 @@ def test_block_copies_come_before_loads() -> None:
         def move_slots(self, group: int, source: Ints, target: Ints) -> None:
             reads.append((source.tolist(), len(store.loaded)))
 
-    prepare_blocks(Executable(), kv, [Copy(0, block, 3)])  # type: ignore[arg-type]
+    prepare_blocks(Executable(), kv, [BlockCopy(0, block, 3, num_slots=1)])  # type: ignore[arg-type]
     assert reads == [([block], 0)] and len(store.loaded) == 1
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.kv.blocks import NULL_BLOCK, Demand, Table
-from headrace.kv.manager import Copy, Tables
+from headrace.kv.manager import BlockCopy, Copy, Tables
 from headrace.kv.window import WindowPool
 from headrace.program.kv import KvGroup, KvLayout
 from tests.engine.test_machine import touched
@@ -141,9 +141,11 @@ def test_a_fork_copies_and_moves_in_each_group() -> None:
     kv.allocate(tables, 0, 6)
     child = kv.fork(tables)
     copies = kv.allocate(child, 6, 2) or []
-    assert copies == [Copy(group, tables[group][1], child[group][1]) for group in range(2)]
+    assert copies == [
+        BlockCopy(group, tables[group][1], child[group][1], num_slots=2) for group in range(2)
+    ]
     assert kv.slot_copies(copies[:1]) == [
-        Copy(0, tables[0][1] * 4 + i, child[0][1] * 4 + i) for i in range(4)
+        Copy(0, tables[0][1] * 4 + i, child[0][1] * 4 + i) for i in range(2)
     ]
     kv.allocate(tables, 6, 10)
     slots = [
