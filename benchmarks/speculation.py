@@ -194,6 +194,7 @@ def main() -> None:
     parser.add_argument(
         "--draft-model", metavar="MODEL", help="draft model of draft_model and auto"
     )
+    parser.add_argument("--draft-depth", type=int, default=0, help="max tokens of a chain")
     parser.add_argument(
         "--draft-layers", metavar="LAYERS", help="draft layers of self_draft and auto"
     )
@@ -214,7 +215,7 @@ def main() -> None:
     options = {"threads": args.threads, "kv_blocks": blocks, "max_model_len": 2048}
     models = {
         option: value
-        for option in ("draft_model", "draft_layers", "medusa_heads")
+        for option in ("draft_model", "draft_depth", "draft_layers", "medusa_heads")
         if (value := getattr(args, option))
     }
     llm = LLM(
