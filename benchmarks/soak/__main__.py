@@ -3,7 +3,7 @@ failed.
 
     python benchmarks/soak                              everything, in an hour, half of it `mixed`
     python benchmarks/soak [--seconds N] SCENARIO ...   some scenarios; N seconds for those with a
-                                                        length: load, overload, mixed, and
+                                                        length: load, overload, sessions, mixed, and
                                                         those of `make soak-route`, `soak-ranks`,
                                                         `soak-loads` and `soak-learning`
 """
@@ -22,6 +22,7 @@ _ALL = (
     "kv_pressure",
     "two_large",
     "starvation",
+    "sessions",
     "overload",
     "ends",
     "engine_killed",
