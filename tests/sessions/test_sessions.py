@@ -93,6 +93,18 @@ class TestNodes:
             assert late.output and late.output.finish_reason == "timeout"
             assert llm.stats().kept_paths == 5  # no beam, and no node after a timeout
 
+    def test_items_in_a_session(self, llm: LLM) -> None:
+        items = ["hello", "he w", [9, 9, 9]]
+        wanted = StructuredOutputs(allowed_sequences=items)
+        params = SamplingParams(structured_outputs=wanted, ignore_eos=True, max_tokens=20)
+        with llm.session(PROMPT, seed=1) as session:
+            nodes = session.root.sample(4, params)
+            for node in nodes:
+                assert node.text in items or node.own_token_ids == (9, 9, 9)
+                check_replay(llm, node, params)
+            beams = session.root.sample(3, replace(params, beam_width=3))
+            assert len({beam.own_token_ids for beam in beams}) == 3
+
     def test_scores_equal_prompt_logprobs(self, llm: LLM) -> None:
         texts = ["hello", "w", "hello w hello", [9, 9, 9, 9]]
         with llm.session(PROMPT) as session:
