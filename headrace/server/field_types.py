@@ -70,7 +70,10 @@ TextKind = Annotated[str, _one_of(TEXT_KINDS)]
 MessageContent = str | list[Any] | dict[str, Any] | int | float | bool | None
 """Text or parts. Results of tools may be any JSON; `messages` reads them leniently."""
 BlockKind = Annotated[str, _one_of(BLOCK_KINDS)]
-ItemKind = Annotated[str, _one_of((*ITEM_KINDS, ""))]  # empty: a message
+ItemKind = Annotated[
+    str, msgspec.Meta(extra_json_schema={"anyOf": [{"enum": list(ITEM_KINDS)}, {"type": "string"}]})
+]
+"""An empty type is that of a message. Items of other types are left out."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 _Prompt = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
