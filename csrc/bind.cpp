@@ -130,8 +130,12 @@ KvRecord kv_record(const std::string& dtype, int key_dim, int value_dim) {
                                    {"f16", KvType::kF16},
                                    {"f32", KvType::kF32},
                                    {"int8", KvType::kInt8},
-                                   {"int4", KvType::kInt4}})
-    if (dtype == name) return {type, key_dim, value_dim};
+                                   {"int4", KvType::kInt4},
+                                   {"k8v4", KvType::kK8V4}}) {
+    if (dtype != name) continue;
+    const bool is_latent = type == KvType::kK8V4 && !value_dim;  // values are a part of the keys
+    return {is_latent ? KvType::kInt8 : type, key_dim, value_dim};
+  }
   throw std::invalid_argument("unknown number format of keys and values: " + dtype);
 }
 
@@ -405,6 +409,34 @@ void bind_plan(nb::module_& m) {
           "Layers that keep alike and see alike, without values (0) where they are part of the "
           "keys; with the bounds of the keys of each block. Groups are numbered in the order in "
           "which they come.")
+      .def(
+          "set_key_rounding",
+          [](Plan& p, int group, int layer, int head, const Array<float>& centre,
+             const Array<float>& feedback) {
+            require(group >= 0 && group < static_cast<int>(available(p).kv_groups().size()),
+                    "there is no such group of layers");
+            const KvCache& cache = p.kv(group);
+            const KvRecord& shape = cache.shape();
+            require(layer >= 0 && layer < cache.layers() && head >= 0 && head < cache.heads(),
+                    "there is no such layer and KV head");
+            const size_t n = static_cast<size_t>(shape.key_dim),
+                         columns = static_cast<size_t>(shape.key_columns());
+            require(is_quantised(shape.type) && shape.key_bits() == 4 && shape.value_dim,
+                    "keys with a rounding of their own are in int4, with values of their own");
+            require(centre.size() == n && feedback.size() == n * n,
+                    "a rounding has a centre and a square matrix, as wide as a key");
+            KeyRounding rounding{{centre.data(), centre.data() + n}, {}};
+            rounding.feedback.resize(n * columns);
+            for (size_t i = 0; i < n; i++)
+              for (size_t j = i + 1; j < n; j++)
+                rounding.feedback[i * columns + j] = static_cast<uint16_t>(
+                    __builtin_bit_cast(uint32_t, feedback.data()[i * n + j]) >> 16);
+            p.set_key_rounding(group, layer, head, std::move(rounding));
+          },
+          nb::arg("group"), nb::arg("layer"), nb::arg("head"), nb::arg("centre"),
+          nb::arg("feedback"),
+          "How int4 keys of a KV head are rounded from now on: what they are stored without, and "
+          "what the error of each number adds to later ones, in bf16 above the diagonal.")
       .def(
           "start_kv", [](Plan& p) { available(p).start_kv(); },
           "Begins to make KV memory resident ahead of its use.")

@@ -14,9 +14,12 @@ constexpr int kNumNorms = 2;
 enum class Activation : int { kSilu, kGelu, kGeluTanh, kRelu, kClampedSwiglu };
 constexpr int kNumActivations = 5;
 
-enum class KvType : int { kBf16, kF32, kInt8, kInt4, kF16 };
-constexpr int kNumKvTypes = 5;
-constexpr bool is_quantised(KvType t) { return t == KvType::kInt8 || t == KvType::kInt4; }
+// kK8V4: keys in int8 and values in int4.
+enum class KvType : int { kBf16, kF32, kInt8, kInt4, kF16, kK8V4 };
+constexpr int kNumKvTypes = 6;
+constexpr bool is_quantised(KvType t) {
+  return t == KvType::kInt8 || t == KvType::kInt4 || t == KvType::kK8V4;
+}
 constexpr int kKvTile = 32;  // tokens in a KV block
 constexpr int kSplitBlocks =
     8;  // blocks of a context that are one softmax; such splits are then merged in ascending order
@@ -45,15 +48,17 @@ struct KvRecord {
 
   constexpr int per() const { return is_quantised(type) ? 4 : type == KvType::kF32 ? 1 : 2; }
   constexpr int value_columns() const { return (value_dim + 15) / 16 * 16; }  // in whole lines
-  constexpr int bits() const { return type == KvType::kInt4 ? 4 : 8; }        // of a code
-  constexpr int code_bytes(int dim) const {
-    return (dim * bits() + 127) / 128 * 16;
-  }  // of a key or value, in whole lines of V
+  // Bits of a code.
+  constexpr int key_bits() const { return type == KvType::kInt4 ? 4 : 8; }
+  constexpr int value_bits() const { return type == KvType::kInt8 ? 8 : 4; }
+  // Bytes of the codes of a key and of a value, in whole lines of V.
+  constexpr int key_code_bytes() const { return (key_dim * key_bits() + 127) / 128 * 16; }
+  constexpr int value_code_bytes() const { return (value_dim * value_bits() + 127) / 128 * 16; }
   constexpr int key_lines() const {
-    return is_quantised(type) ? code_bytes(key_dim) / 4 : key_dim / per();
+    return is_quantised(type) ? key_code_bytes() / 4 : key_dim / per();
   }  // of 32 tokens
   constexpr int value_lanes() const {
-    return is_quantised(type) ? code_bytes(value_dim) : value_columns();
+    return is_quantised(type) ? value_code_bytes() : value_columns();
   }
   // Numbers that are turned together (`rotate_head`), of keys and of values.
   constexpr int key_turn() const { return key_dim & -key_dim; }
@@ -88,6 +93,16 @@ struct KvCodes {
   uint16_t step, least;
 
   bool is_finite() const { return least != kNotFiniteBf16; }
+};
+
+// A key of a KV head that is rounded to int4 with error feedback (headrace/quant/key_rounding.py).
+// `x` and `rest` have room for whole lines; `out` has the step and least number.
+constexpr int kMostKeysTogether = 8;
+struct KeyToRound {
+  const float* x;            // turned
+  float* rest;               // x minus what the errors before take off
+  const uint16_t* feedback;  // bf16 [numbers][whole lines]
+  KvCodes* out;
 };
 
 // The KV records of a split, at most kSplitBlocks, and where their values lie.
@@ -238,7 +253,9 @@ struct Kernels {
   // Turns a vector into a basis in which no dimension stands out, and back: it is its
   // own inverse.
   void (*rotate_head)(float* x, int n, int size);  // in blocks of `size`, a power of two
-  void (*quantise_kv)(const float* x, int n, int bits, KvCodes& out);
+  void (*quantise_kv)(const float* x, int n, int bits, bool cuts, KvCodes& out);
+  // Up to kMostKeysTogether keys, one number after another: each error changes what is left.
+  void (*round_keys)(const KeyToRound* keys, int count, int n);
   // The first numbers of a block's keys as values: zeros for those that are not finite.
   void (*values_of_keys)(const uint8_t* keys, const KvRecord& shape, uint8_t* out);
   // Folds one softmax state into another: a over the context before, b over what

@@ -499,34 +499,35 @@ HR_INLINE int weigh(const AttendSplit& t, int d, Lanes lanes, const Weights<Kv, 
   return d;
 }
 
-template <class Kv, int Num>
+template <class Key, class Value, int Num>
 void attend_num(const AttendSplit& t) {
   alignas(64) float scores[Num][kSplitTokens];
-  Weights<Kv, Num> weights;
+  Weights<Value, Num> weights;
   const Lanes lanes = visible_to_any(t);
-  score<Kv, Num>(t, lanes, scores);
+  score<Key, Num>(t, lanes, scores);
   if (t.num_waves) add_waves<Num>(t, lanes, scores);
-  softmax<Kv, Num>(t, lanes, scores, weights);
+  softmax<Value, Num>(t, lanes, scores, weights);
   int d = 0;
-  if constexpr (8 * Num <= kAccumulators) d = weigh<Kv, Num, 8>(t, d, lanes, weights);
-  if constexpr (4 * Num <= kAccumulators) d = weigh<Kv, Num, 4>(t, d, lanes, weights);
-  if constexpr (2 * Num <= kAccumulators) d = weigh<Kv, Num, 2>(t, d, lanes, weights);
-  weigh<Kv, Num, 1>(t, d, lanes, weights);
+  if constexpr (8 * Num <= kAccumulators) d = weigh<Value, Num, 8>(t, d, lanes, weights);
+  if constexpr (4 * Num <= kAccumulators) d = weigh<Value, Num, 4>(t, d, lanes, weights);
+  if constexpr (2 * Num <= kAccumulators) d = weigh<Value, Num, 2>(t, d, lanes, weights);
+  weigh<Value, Num, 1>(t, d, lanes, weights);
 }
 
-template <class Kv, int Num = 1>
+template <class Key, class Value, int Num = 1>
 void attend(const AttendSplit& t) {
-  if (t.num == Num) return attend_num<Kv, Num>(t);
-  if constexpr (Num < kMaxQueries) attend<Kv, Num + 1>(t);
+  if (t.num == Num) return attend_num<Key, Value, Num>(t);
+  if constexpr (Num < kMaxQueries) attend<Key, Value, Num + 1>(t);
 }
 
-template <KvType Type, class Kv>
+// The formats of keys and of values are quantised both, or the same.
+template <KvType Type, class Key, class Value = Key>
 void fill_attention(Kernels& k) {
-  if constexpr (Kv::kIsQuantised)
-    k.pack_query[static_cast<int>(Type)] = pack_codes<Kv::kBits>;
+  if constexpr (Key::kIsQuantised)
+    k.pack_query[static_cast<int>(Type)] = pack_codes<Key::kBits>;
   else
-    k.pack_query[static_cast<int>(Type)] = pack_numbers<Kv>;
-  k.attend[static_cast<int>(Type)] = attend<Kv>;
+    k.pack_query[static_cast<int>(Type)] = pack_numbers<Key>;
+  k.attend[static_cast<int>(Type)] = attend<Key, Value>;
 }
 
 void merge(float* max_a, float* sum_a, float* out_a, float max_b, float sum_b, const float* out_b,

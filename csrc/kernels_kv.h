@@ -109,10 +109,52 @@ HR_INLINE float from_bf16(uint16_t x) {
   return __builtin_bit_cast(float, static_cast<uint32_t>(x) << 16);
 }
 
-// Codes 0 .. 2^bits - 1 over the range of the numbers. Step and least number are
-// rounded outwards, so that no code needs clamping. The least number is NaN where one
-// of them is not finite, or the highest code would not be.
-void quantise_kv(const float* x, int n, int bits, KvCodes& out) {
+// Numbers as codes 0 .. levels, before they are rounded.
+struct Codes16 {
+  Vf least, inverse, highest;
+
+  HR_INLINE Codes16(const KvCodes& range, float levels)
+      : least(set1(from_bf16(range.least))),
+        inverse(set1(from_bf16(range.step) > 1e-36f ? 1.0f / from_bf16(range.step) : 0.0f)),
+        highest(set1(-levels)) {}
+  HR_INLINE Vf of(Vf x) const {
+    const Vf code = max(mul(sub(x, least), inverse), zero());
+    return sub(zero(), max(sub(zero(), code), highest));
+  }
+};
+
+// The range of int4 codes with the least squared error, of some that cut off both ends of
+// low .. high. `out` has the range of all numbers before.
+constexpr int kNumCuts = 5;
+constexpr float kCuts[kNumCuts] = {1.0f, 0.95f, 0.9f, 0.85f, 0.8f};
+
+HR_INLINE void cut_range(const float* x, int n, float low, float high, KvCodes& out) {
+  constexpr float kLevels = 15;
+  const float middle = 0.5f * low + 0.5f * high, half = 0.5f * high - 0.5f * low;
+  float best = 3e38f;
+  KvCodes range = out;
+  for (int a = 0; a < kNumCuts; a++)
+    for (int b = a < 2 ? 0 : a - 2; b < kNumCuts && b <= a + 2; b++) {
+      range.least = bf16_below(middle - kCuts[a] * half);
+      range.step = bf16_above((middle + kCuts[b] * half - from_bf16(range.least)) / kLevels);
+      const Codes16 codes(range, kLevels);
+      const Vf step = set1(from_bf16(range.step));
+      Vf sum = zero();
+      for (int i = 0; i < n; i += 16) {
+        const Vf v = load_partial(x + i, n - i);
+        const Vf d = sub(fma(to_float(round_to_int(codes.of(v))), step, codes.least), v);
+        sum = fma(d, keep_lanes(d, 0, n - i, 0.0f), sum);
+      }
+      const float error = reduce_add(sum);
+      if (!(error < best)) continue;
+      best = error, out = range;
+    }
+}
+
+// Codes 0 .. 2^bits - 1 over the range of the numbers, with step and least number rounded
+// outwards; if it `cuts`, int4 has the part of the range with the least squared error. The least
+// number is NaN where one of them is not finite, or the highest code would not be.
+void quantise_kv(const float* x, int n, int bits, bool cuts, KvCodes& out) {
   Vf high = set1(x[0]), low = set1(-x[0]), zeros = zero();
   for (int i = 0; i < n; i += 16) {
     const Vf v = load_partial(x + i, n - i), known = keep_lanes(v, 0, n - i, x[0]);
@@ -124,14 +166,39 @@ void quantise_kv(const float* x, int n, int bits, KvCodes& out) {
   out.least = bf16_below(-reduce_max(low));
   const float least = from_bf16(out.least), levels = static_cast<float>((1 << bits) - 1);
   out.step = bf16_above((top - least) / levels);
-  const float step = from_bf16(out.step), inverse = step > 1e-36f ? 1.0f / step : 0.0f;
+  const float step = from_bf16(out.step);
   if (!is_finite(zeros) || !(__builtin_fabsf(least) + step * levels < 3e38f)) {
     out = {out.codes, 0, kNotFiniteBf16};
     return;
   }
+  if (bits == 4 && cuts) cut_range(x, n, -reduce_max(low), top, out);
+  const Codes16 codes(out, levels);
   for (int i = 0; i < n; i += 16)
-    store_u8(out.codes + i,
-             round_to_int(mul(sub(load_partial(x + i, n - i), set1(least)), set1(inverse))));
+    store_u8(out.codes + i, round_to_int(codes.of(load_partial(x + i, n - i))));
+}
+
+void round_keys(const KeyToRound* keys, int count, int n) {
+  constexpr float kLevels = 15, kRound = 12582912.0f;  // + and - round to a whole number
+  constexpr int kMost = kMostKeysTogether;
+  const int columns = (n + 15) / 16 * 16;
+  float least[kMost], step[kMost], inverse[kMost];
+  for (int k = 0; k < count; k++) {
+    memcpy(keys[k].rest, keys[k].x, columns * sizeof(float));
+    least[k] = from_bf16(keys[k].out->least), step[k] = from_bf16(keys[k].out->step);
+    inverse[k] = step[k] > 1e-36f ? 1.0f / step[k] : 0.0f;
+  }
+  for (int i = 0; i < n; i++)
+    for (int k = 0; k < count; k++) {
+      const KeyToRound& key = keys[k];
+      float code = (key.rest[i] - least[k]) * inverse[k];
+      code = code > 0 ? code : 0;
+      code = ((code < kLevels ? code : kLevels) + kRound) - kRound;
+      key.out->codes[i] = static_cast<uint8_t>(code);
+      const Vf error = set1(__builtin_fmaf(code, step[k], least[k]) - key.x[i]);
+      const uint16_t* feedback = key.feedback + static_cast<size_t>(i) * columns;
+      for (int j = i & -16; j < columns; j += 16)
+        store(key.rest + j, sub(load(key.rest + j), mul(error, load_bf16(feedback + j))));
+    }
 }
 
 // Four words, each two adjacent numbers of two adjacent tokens.

@@ -48,10 +48,12 @@ Kernels* make_table(const char* name) {
   fill_attention<KvType::kF32, KvF32>(k);
   fill_attention<KvType::kInt8, KvQuantised<8>>(k);
   fill_attention<KvType::kInt4, KvQuantised<4>>(k);
+  fill_attention<KvType::kK8V4, KvQuantised<8>, KvQuantised<4>>(k);
   k.bound_products = bound_products;
   k.add_highest_waves = add_highest_waves;
   k.rotate_head = rotate_head;
   k.quantise_kv = quantise_kv;
+  k.round_keys = round_keys;
   k.values_of_keys = values_of_keys;
   k.merge = merge;
   k.scale = scale;

@@ -113,9 +113,9 @@ void copy_numbers(uint8_t* to, int to_lane, uint8_t* from, int from_lane, const 
 }
 
 void copy_codes(uint8_t* to, int to_lane, uint8_t* from, int from_lane, const KvRecord& shape) {
-  for (int i = 0; i < shape.code_bytes(shape.key_dim); i++)
+  for (int i = 0; i < shape.key_code_bytes(); i++)
     *key_byte(to, to_lane, i) = *key_byte(from, from_lane, i);
-  for (int i = 0; i < shape.code_bytes(shape.value_dim); i++)
+  for (int i = 0; i < shape.value_code_bytes(); i++)
     *value_byte(to, shape, to_lane, i) = *value_byte(from, shape, from_lane, i);
   for (int part = 0; part < 2 * kKvTile; part += kKvTile) {
     key_scale(to, shape, to_lane)[part] = key_scale(from, shape, from_lane)[part];
@@ -161,7 +161,7 @@ void bound_keys(const uint8_t* record, const KvRecord& shape, uint16_t* bounds) 
 void bound_codes(const uint8_t* record, const KvRecord& shape, uint16_t* bounds) {
   auto* keys = const_cast<uint8_t*>(record);
   bound_numbers(shape, bounds, [&](int d, int lane) {
-    const bool is_byte = shape.bits() == 8;
+    const bool is_byte = shape.key_bits() == 8;
     const int byte = *key_byte(keys, lane, is_byte ? d : d / 32 * 16 + d % 16);
     const int code = is_byte ? byte : byte >> d / 16 % 2 * 4 & 15;
     const uint16_t* scale = key_scale(keys, shape, lane);
@@ -226,15 +226,15 @@ void settle(uint8_t* record, const KvRecord& shape, int lane) {
 
 void write_codes(uint8_t* record, const KvRecord& shape, int lane, const KvCodes& key,
                  const KvCodes* value) {
-  const int bits = shape.bits();
-  for (int i = 0; i < shape.code_bytes(shape.key_dim); i++)
-    *key_byte(record, lane, i) = code_byte(key.codes, shape.key_dim, bits, i);
+  for (int i = 0; i < shape.key_code_bytes(); i++)
+    *key_byte(record, lane, i) = code_byte(key.codes, shape.key_dim, shape.key_bits(), i);
   const bool finite = !value || value->is_finite();
   uint16_t* scale = key_scale(record, shape, lane);
   scale[0] = key.step, scale[kKvTile] = finite ? key.least : kNotFiniteBf16;
   if (!value) return;
   for (int i = 0; i < shape.value_lanes(); i++)
-    *value_byte(record, shape, lane, i) = code_byte(value->codes, shape.value_dim, bits, i);
+    *value_byte(record, shape, lane, i) =
+        code_byte(value->codes, shape.value_dim, shape.value_bits(), i);
   scale = value_scale(record, shape, lane);
   scale[0] = value->step, scale[kKvTile] = finite ? value->least : uint16_t{0};
 }

@@ -3,12 +3,20 @@
 #pragma once
 #include <algorithm>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "kernels.h"
 #include "kv_pages.h"
 #include "memory.h"
 
 namespace headrace {
+
+// How the keys of a KV head are rounded to int4 (headrace/quant/key_rounding.py).
+struct KeyRounding {
+  std::vector<float> centre;       // [key numbers], which keys are stored without
+  std::vector<uint16_t> feedback;  // bf16 [key numbers][key columns], zeros up to the diagonal
+};
 
 // Eight blocks with adjacent numbers are adjacent for a head (a long linear read), and
 // all layers and heads of these eight blocks are adjacent too: so the cache grows in
@@ -37,6 +45,16 @@ class KvCache {
   }
   uint8_t* record(int layer, int head, int block) const {
     return arena_.data() + place(layer, head, block) * shape_.bytes();
+  }
+  // How keys are rounded; null: each number by itself.
+  const KeyRounding* key_rounding(int layer, int head) const {
+    if (roundings_.empty()) return nullptr;
+    const KeyRounding& of = roundings_[static_cast<size_t>(layer) * heads_ + head];
+    return of.centre.empty() ? nullptr : &of;
+  }
+  void set_key_rounding(int layer, int head, KeyRounding rounding) {
+    roundings_.resize(static_cast<size_t>(layers_) * heads_);
+    roundings_[static_cast<size_t>(layer) * heads_ + head] = std::move(rounding);
   }
   // The bounds of a block's keys, [highest, lowest][key columns] in bf16 with zeros at the end:
   // those of its last content when its last slot was written, or any slot was moved to.
@@ -71,6 +89,7 @@ class KvCache {
 
   int layers_, heads_, blocks_;
   KvRecord shape_;
+  std::vector<KeyRounding> roundings_;  // [layers][heads], or none
   Arena arena_, bounds_;
   std::unique_ptr<KvPages> pages_;  // of the arena, so it goes first
 };

@@ -253,6 +253,9 @@ class Plan {
   const Buffer& buffer(int id) const { return buffers_[id]; }
   Buffer& buffer(int id) { return buffers_[id]; }
   const std::vector<KvGroup>& kv_groups() const { return *kv_; }
+  void set_key_rounding(int group, int layer, int head, KeyRounding rounding) {
+    (*kv_)[static_cast<size_t>(group)].cache.set_key_rounding(layer, head, std::move(rounding));
+  }
   const KvCache& kv(int group) const { return (*kv_)[static_cast<size_t>(group)].cache; }
   int threads() const { return pool_->threads(); }
   const std::shared_ptr<Pool>& pool() const { return pool_; }

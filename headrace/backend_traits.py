@@ -8,8 +8,8 @@ from headrace.errors import RequestError
 from headrace.record import frozen
 
 BackendName = Literal["auto", "cpu", "cuda", "reference"]
-KvDtype = Literal["bf16", "f16", "f32", "fp8", "int8", "int4"]
-KvChoice = Literal["auto", "bf16", "f16", "f32", "fp8", "int8", "int4"]
+KvDtype = Literal["bf16", "f16", "f32", "fp8", "int8", "int4", "k8v4"]
+KvChoice = Literal["auto", "bf16", "f16", "f32", "fp8", "int8", "int4", "k8v4"]
 """A number format of KV, or `auto`, which the loader replaces by the model's."""
 
 
@@ -45,7 +45,7 @@ class BackendTraits:
 BACKENDS: Mapping[str, BackendTraits] = MappingProxyType(
     {
         "cpu": BackendTraits(
-            kv_dtypes=("bf16", "f16", "f32", "int8", "int4"),
+            kv_dtypes=("bf16", "f16", "f32", "int8", "int4", "k8v4"),
             has_top_blocks=True,
             packs_drafters=True,
             shares_tensors=True,

@@ -5,6 +5,9 @@ from dataclasses import field
 from types import MappingProxyType
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headrace.backend_traits import BackendName, BackendTraits, KvChoice, KvDtype, traits_of
 from headrace.record import frozen
 
@@ -26,6 +29,22 @@ LOSSY_FILES: tuple[str, ...] = ("early_exit", "activation_sparsity")
 """Those of the options that name a calibration file."""
 
 
+@frozen(eq=False)
+class KeyRounding:
+    """How the int4 keys of a layer are rounded (`quant/key_rounding.py`)."""
+
+    layer: int
+    centre: NDArray[np.float32]
+    """Numbers that keys are stored without, [KV heads, key size]."""
+    feedback: NDArray[np.float32]
+    """[KV heads, key size, key size]: the error of number i times row i comes off the numbers after
+    i. Zeros up to the diagonal; the others are bf16.
+    """
+
+    def heads(self, first: int, last: int) -> "KeyRounding":
+        return KeyRounding(self.layer, self.centre[first:last], self.feedback[first:last])
+
+
 @frozen
 class KvConfig:
     """Size and number format of an executable's KV cache."""
@@ -36,6 +55,8 @@ class KvConfig:
     """Tokens per block."""
     dtype: KvDtype = "bf16"
     """Number format of keys and values; fp8, int8 and int4 have one scale per token and head."""
+    key_rounding: tuple[KeyRounding, ...] = ()
+    """Of the layers whose int4 keys are not rounded number by number."""
 
 
 @frozen

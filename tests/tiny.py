@@ -29,6 +29,7 @@ from headrace.quant.formats import StoredTensor
 from headrace.sampling_params import SamplingParams
 from headrace.speculation.proposers import make_proposers
 from tests.backend.stored import random_stored
+from tests.key_roundings import roundings
 from tests.late import LateExecutable
 from tests.tables import SPARSE_KINDS, random_table
 
@@ -253,7 +254,9 @@ def tiny_engine(
     block_size = BLOCK_SIZE[backend]
     program = mode_program(model, options).with_pooled()
     groups = program.kv_groups
-    kv = KvConfig((-(-slots // block_size),) * len(groups), block_size, options.kv_format)
+    rounding = roundings(program) if options.kv_format == "int4" else ()
+    num_blocks = (-(-slots // block_size),) * len(groups)
+    kv = KvConfig(num_blocks, block_size, options.kv_format, rounding)
     if not release_outside_window:
         groups = tuple(replace(group, window=0, num_sink_tokens=0) for group in groups)
     limits = EngineLimits(spec.vocab_size, max_model_len or spec.max_context, kv, groups)

@@ -17,8 +17,9 @@ from headrace.backend import compile_program, forward
 from headrace.backend_traits import KvDtype, traits_of
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
-from headrace.config import KvConfig
+from headrace.config import EngineConfig, KvConfig
 from headrace.convert.texts import text_pieces
+from headrace.loader.key_rounding import with_key_rounding
 from headrace.measure.describe import describe
 from headrace.model import trace_model
 from tests.backend.batches import Sequence, batch_of
@@ -78,6 +79,10 @@ def _log_probabilities(
     )
     num_groups = len(program.kv_groups)
     kv = KvConfig((blocks,) * num_groups, dtype=dtype)
+    if backend == "cpu":
+        kv = with_key_rounding(
+            kv, EngineConfig(kv_dtype=dtype), checkpoint, checkpoint.load_tokenizer
+        )
     executable = compile_program(backend, program, checkpoint.tensors, kv, threads)
     for piece in pieces:
         sequence = Sequence(list(range(blocks)), kv.block_size)

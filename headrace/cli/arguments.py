@@ -89,7 +89,7 @@ def add_kv_dtype(parser: Arguments) -> None:
         choices=get_args(KvChoice),
         default=EngineConfig.kv_dtype,
         help="number format of the KV cache; auto: f16 if key biases are large, else bf16; "
-        "fp8 is for a GPU only, int4 for the CPU only",
+        "fp8 is for a GPU only, int4 and k8v4 (keys in int8, values in int4) for the CPU only",
     )
 
 

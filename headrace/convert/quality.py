@@ -18,7 +18,7 @@ import numpy as np
 from headrace.backend import Executable, compile_program, forward
 from headrace.backend_traits import KvDtype
 from headrace.batch import RaggedBatch
-from headrace.config import Activations, KvConfig
+from headrace.config import Activations, KeyRounding, KvConfig
 from headrace.convert.sequence_batch import num_blocks, sequence_batch
 from headrace.program.trace import Program
 from headrace.quant.arrays import Floats
@@ -58,10 +58,12 @@ class Scorer:
         threads: int,
         kv_dtype: KvDtype = "bf16",
         activations: Activations = "int8",
+        key_rounding: tuple[KeyRounding, ...] = (),
     ) -> None:
+        self.kv_dtype = kv_dtype
         self._groups = len(program.kv_groups)
         self._blocks = num_blocks(length)
-        kv = KvConfig((self._blocks,) * self._groups, dtype=kv_dtype)
+        kv = KvConfig((self._blocks,) * self._groups, dtype=kv_dtype, key_rounding=key_rounding)
         self.executable: Executable = compile_program(
             backend, program, tensors, kv, threads, activations
         )

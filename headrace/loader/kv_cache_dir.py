@@ -15,6 +15,7 @@ from headrace.errors import RequestError
 from headrace.kv.disk import DiskTier
 from headrace.kv.folder import KvFolder, open_private
 from headrace.loader.drafts import model_program
+from headrace.loader.key_rounding import rounding_digest
 from headrace.planner.host import kernels_checksum
 
 _MODEL_BYTES = 16
@@ -81,6 +82,7 @@ def kv_identity(config: EngineConfig, checkpoint: Checkpoint, kv: KvConfig) -> b
         config.activations,
         kv.dtype,
         kv.block_size,
+        rounding_digest(kv.key_rounding),
         weights_digest(checkpoint),
         repr(model_program(config, checkpoint)),
     )

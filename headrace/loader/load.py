@@ -162,6 +162,7 @@ def load_engine(
     taps = recorder.taps if recorder else drafts.taps
     program = target_program(config, checkpoint, taps, final=recorder is not None)
     kv, draft_kv, memory = fit_memory(config, checkpoint, program, drafts, spec.context)
+    kv = _with_key_rounding(kv, config, checkpoint, load_tokenizer)
 
     _use_kept_kernels(config)
     mesh = mesh_of(config)
@@ -216,6 +217,19 @@ def load_engine(
         learner=learner,
         disk=_disk_tier(model, config, checkpoint, executable, kv),
     )
+
+
+def _with_key_rounding(
+    kv: KvConfig,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    load_tokenizer: Callable[[], Tokenizer],
+) -> KvConfig:
+    if kv.dtype != "int4":
+        return kv
+    from headrace.loader.key_rounding import with_key_rounding
+
+    return with_key_rounding(kv, config, checkpoint, load_tokenizer)
 
 
 def _check_kv_cache_dir(config: EngineConfig) -> None:

@@ -24,7 +24,7 @@ from headrace.planner.host import usable_cores
 from headrace.program.ops import Attention, KvWrite
 from headrace.program.trace import Program
 from headrace.quant.arrays import Floats
-from headrace.quant.kv import BLOCK_SIZE, hadamard, is_rotated, round_trip
+from headrace.quant.kv import BLOCK_SIZE, hadamard, is_rotated, key_format, round_trip
 from headrace.record import frozen
 
 SHARES = (0.9, 0.99, 0.999)
@@ -198,7 +198,8 @@ def _heads(
     num_tokens, share = len(layer.keys), op.num_heads // op.num_kv_heads
     queries = layer.queries.reshape(len(rows), op.num_heads, op.head_dim)
     keys = round_trip(
-        layer.keys.reshape(num_tokens, op.num_kv_heads, op.head_dim).astype(np.float64), kv_dtype
+        layer.keys.reshape(num_tokens, op.num_kv_heads, op.head_dim).astype(np.float64),
+        key_format(kv_dtype),
     )
     biases = None
     if op.key_bias:

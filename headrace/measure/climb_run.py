@@ -16,6 +16,7 @@ from headrace.convert.quality import QualityMeter, Scorer
 from headrace.convert.sequence_batch import num_blocks, sequence_batch
 from headrace.errors import HeadraceError
 from headrace.loader.drafts import model_program
+from headrace.loader.key_rounding import key_rounding_of
 from headrace.loader.load import load_engine, open_model
 from headrace.loader.options import engine_config
 from headrace.measure.climb_rungs import LOOPS, Mode
@@ -293,6 +294,7 @@ def _judge(text: Text, checkpoint: Checkpoint, config: EngineConfig) -> dict[str
         config.threads,
         config.kv_format,
         config.activations,
+        key_rounding_of(config, checkpoint),
     )
     meter, vocab = QualityMeter(text.prefix), checkpoint.spec.vocab_size
     try:

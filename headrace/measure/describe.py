@@ -41,7 +41,7 @@ KeyKind = Literal[
     "a latent row",
     "biases of unknown size",
 ]
-"""What decides how much rounded keys lose (docs/internals/kv.md)."""
+"""What decides how much rounded keys lose (docs/internals/kv_formats.md)."""
 
 _KV_NLL: Mapping[KeyKind, tuple[str, Mapping[KvDtype, float]]] = {
     "large biases": (

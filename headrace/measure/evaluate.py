@@ -18,6 +18,7 @@ from headrace.convert.texts import calibration_pieces, read_text, text_pieces
 from headrace.errors import RequestError
 from headrace.loader.backend_choice import with_backend
 from headrace.loader.drafts import model_program
+from headrace.loader.key_rounding import key_rounding_of
 from headrace.loader.load import open_files
 from headrace.loader.mode_price import mode_key, without_modes
 from headrace.loader.options import engine_config
@@ -358,19 +359,18 @@ class Evaluator:
         """Compile `tensors`: by default in this model, without its lossy options."""
         checkpoint = replace(checkpoint or self.checkpoint, tensors=tensors)
         config = config or self.config
-        return self.compile(model_program(config, checkpoint), tensors, config)
+        return self.compile(model_program(config, checkpoint), checkpoint, config)
 
-    def compile(
-        self, program: Program, tensors: Mapping[str, "StoredTensor"], config: EngineConfig
-    ) -> Scorer:
+    def compile(self, program: Program, checkpoint: Checkpoint, config: EngineConfig) -> Scorer:
         return Scorer(
             program,
-            tensors,
+            checkpoint.tensors,
             self._length + self._spare,
             config.backend,
             self._threads,
             config.kv_format,
             config.activations,
+            key_rounding_of(config, checkpoint),
         )
 
 

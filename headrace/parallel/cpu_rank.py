@@ -37,7 +37,7 @@ class CpuRank(Rank[CpuExecutable]):
         executable = CpuExecutable(
             share,
             weights,
-            self.config.kv,
+            self.config.mesh.kv(self.config.kv, self.config.rank),
             self.config.threads,
             instructions(),
             activations=self.config.activations,

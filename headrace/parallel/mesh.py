@@ -1,8 +1,11 @@
 """The mesh of ranks: stages of a pipeline, and shares of a stage's matrices."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+from headrace.config import KvConfig
 from headrace.errors import UnsupportedModelError
+from headrace.parallel.partition import kv_head_parts
 from headrace.parallel.pipeline import cut
 from headrace.parallel.tensor import TensorParallel, slice_tensor
 from headrace.program.adapter import LowRank
@@ -54,6 +57,14 @@ class Mesh:
         return TensorParallel(
             program, self.share(rank), self.tensor, self.shares_experts, self.sequence
         ).rewritten()
+
+    def kv(self, kv: KvConfig, rank: int) -> KvConfig:
+        """Return the KV of a rank, which has some of the KV heads."""
+        own = []
+        for rounding in kv.key_rounding:
+            parts = kv_head_parts(len(rounding.centre), self.tensor)
+            own.append(rounding.heads(*parts[self.share(rank)]))
+        return replace(kv, key_rounding=tuple(own))
 
     def stage_program(
         self, program: Program, rank: int, layer_stages: Mapping[int, int] | None = None

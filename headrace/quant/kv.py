@@ -3,9 +3,12 @@ from numpy.typing import NDArray
 
 from headrace import _native
 from headrace.backend_traits import KvDtype
+from headrace.config import KeyRounding
 
 BLOCK_SIZE = 32
 
+CUTS = (1.0, 0.95, 0.9, 0.85, 0.8)
+"""Shares of both halves of a range that int4 tries: fewer numbers lie far out than its codes."""
 _BITS = {"int8": 8, "int4": 4}
 
 Doubles = NDArray[np.float64]
@@ -29,8 +32,20 @@ def bound_bytes(key_dim: int) -> int:
     return 2 * 2 * (-(-key_dim // 16) * 16)
 
 
-def round_trip(x: Doubles, dtype: KvDtype) -> Doubles:
-    """The values [..., numbers of a vector] that attention reads back."""
+def key_format(dtype: KvDtype) -> KvDtype:
+    return "int8" if dtype == "k8v4" else dtype
+
+
+def value_format(dtype: KvDtype) -> KvDtype:
+    return "int4" if dtype == "k8v4" else dtype
+
+
+def round_trip(x: Doubles, dtype: KvDtype, rounding: KeyRounding | None = None) -> Doubles:
+    """The values [..., numbers of a vector] that attention reads back.
+
+    Keys [..., KV heads, numbers] may have a `rounding`. It keeps them without their centre, which
+    adds the same to all scores of a query.
+    """
     if dtype == "f32":
         return x
     if dtype == "bf16":
@@ -41,6 +56,8 @@ def round_trip(x: Doubles, dtype: KvDtype) -> Doubles:
     if dtype == "fp8":
         return _scaled_e4m3(x)
     rotation = hadamard(x.shape[-1])
+    if rounding and dtype == "int4":
+        return round_with_feedback((x - rounding.centre) @ rotation, rounding.feedback) @ rotation
     return _quantised(x @ rotation, _BITS[dtype]) @ rotation
 
 
@@ -61,7 +78,7 @@ def _scaled_e4m3(x: Doubles) -> Doubles:
 
 def is_rotated(dtype: KvDtype) -> bool:
     """Whether keys are stored after a rotation, as queries are multiplied."""
-    return dtype in _BITS
+    return key_format(dtype) in _BITS
 
 
 def hadamard(n: int) -> Doubles:
@@ -78,10 +95,49 @@ def hadamard(n: int) -> Doubles:
 
 def _quantised(x: Doubles, bits: int) -> Doubles:
     levels = 2**bits - 1
-    minimum = -bf16_above(-x.min(axis=-1, keepdims=True))
-    step = bf16_above((x.max(axis=-1, keepdims=True) - minimum) / levels)
-    codes = np.rint((x - minimum) / np.where(step > 0, step, 1))
-    return codes * step + minimum
+    low, high = x.min(axis=-1, keepdims=True), x.max(axis=-1, keepdims=True)
+    best = _codes(x, *_range(low, high, levels), levels)
+    if bits > 4:
+        return best
+
+    least = np.full_like(low, np.inf)
+    middle, half = (low + high) / 2, (high - low) / 2
+    for i, below in enumerate(CUTS):
+        for above in CUTS[max(0, i - 2) : i + 3]:
+            ends = _range(middle - below * half, middle + above * half, levels)
+            rounded = _codes(x, *ends, levels)
+            error = ((rounded - x) ** 2).sum(axis=-1, keepdims=True)
+            best = np.where(error < least, rounded, best)
+            least = np.minimum(error, least)
+    return best
+
+
+def _range(low: Doubles, high: Doubles, levels: int) -> tuple[Doubles, Doubles]:
+    """The lowest number of the codes, and their step."""
+    minimum = -bf16_above(-low)
+    step = bf16_above((high - minimum) / levels)
+    return minimum, np.where(step > 0, step, 1)
+
+
+def _codes(x: Doubles, minimum: Doubles, step: Doubles, levels: int) -> Doubles:
+    codes = np.clip(np.rint((x - minimum) / step), 0, levels)
+    rounded: Doubles = codes * step + minimum
+    return rounded
+
+
+def round_with_feedback(x: Doubles, feedback: NDArray[np.float32]) -> Doubles:
+    """int4 of keys [..., KV heads, numbers], each number after the errors of those before.
+
+    `feedback` is that of `KeyRounding`.
+    """
+    levels = 15
+    minimum, step = _range(x.min(axis=-1, keepdims=True), x.max(axis=-1, keepdims=True), levels)
+    rest, rounded = x.copy(), np.empty_like(x)
+    for i in range(x.shape[-1]):
+        number = _codes(rest[..., i : i + 1], minimum, step, levels)
+        rounded[..., i : i + 1] = number
+        rest -= (number - x[..., i : i + 1]) * feedback[:, i]
+    return rounded
 
 
 def bf16_above(x: Doubles) -> Doubles:

@@ -204,13 +204,18 @@ BUILDER: dict[str, Maker] = {
     "add_buffer": several(WIDTH, ROWS_OF, FLAG),
     "add_kv_group": several(
         *(mostly(1, 2), mostly(1, 2), HEAD_DIM, mostly(0, 2, 16, 32), mostly(0, 5), mostly(1, 9)),
-        *(one_of("f32", "bf16", "int8", "int4", "?"), mostly(0, 0, 3, 40)),
+        *(one_of("f32", "bf16", "int8", "int4", "k8v4", "?"), mostly(0, 0, 3, 40)),
     ),
     "add_program": several(),
     "add_table": several(table),
     "add_table_pair": several(table, table),
     "fill_table": table_rows,
     "fill_table_blocks": table_blocks,
+    "set_key_rounding": lambda rng: (
+        *(mostly(0, 1)(rng), mostly(0, 1)(rng), mostly(0, 1)(rng)),
+        spoilt(rng, np.ones(rng.choice([16, 32]), np.float32)),
+        spoilt(rng, np.ones(rng.choice([256, 1024]), np.float32)),
+    ),
     "start_kv": several(),
     "use_float_activations": several(),
     "add_vector": lambda rng: (spoilt(rng, np.ones(rng.choice([16, 32, 64]), np.float32)),),
@@ -328,7 +333,7 @@ def furnished(rng: Random | None) -> _native.Plan:
     plan = _native.Plan(rng.choice(_native.isas()) if rng else "", rng.choice([1, 2]) if rng else 1)
     for head_dim, window, kv_dtype in (
         (16, 0, rng.choice(["f32", "bf16", "int4"]) if rng else "f32"),
-        (32, 5, "int8"),
+        (32, 5, rng.choice(["int8", "int4"]) if rng else "int4"),
     ):
         plan.add_kv_group(2, 1, head_dim, head_dim, window, 2, kv_dtype, 3 if window else 0)
     plan.add_kv_group(1, 1, 64, 0, 0, 2, rng.choice(["f32", "bf16", "int4"]) if rng else "bf16")

@@ -18,7 +18,7 @@ KV = KvConfig((BLOCKS,), 32, "f32")
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("format", ["F32", "Q4_0"])
-@pytest.mark.parametrize("kv_dtype", ["f32", "int8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["f32", "int8", "int4", "k8v4"])
 def test_attached_first_layers_share_the_kv(backend: str, format: str, kv_dtype: KvDtype) -> None:
     """They use the KV of the whole program, and may have another order of KV groups."""
     kv = KvConfig((BLOCKS, BLOCKS), 32, kv_dtype)

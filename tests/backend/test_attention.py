@@ -26,6 +26,7 @@ from tests.backend.batches import Sequence, batch_of
 from tests.backend.stored import random_stored
 from tests.backend.test_cpu_program import BLOCKS, random_steps
 from tests.backend.test_unfused_ops import TOLERANCE
+from tests.key_roundings import roundings
 
 ISAS = _native.isas()
 DIM, VOCAB = 32, 41
@@ -172,7 +173,8 @@ def key_bias_of(kind: Kind, rng: np.random.Generator) -> StoredTensor:
 
 
 def kv_of(program: Program, dtype: KvDtype, blocks: int = BLOCKS) -> KvConfig:
-    return KvConfig((blocks,) * len(program.kv_groups), 32, dtype)
+    rounding = roundings(program) if dtype == "int4" else ()
+    return KvConfig((blocks,) * len(program.kv_groups), 32, dtype, rounding)
 
 
 @pytest.mark.parametrize("isa", ISAS)

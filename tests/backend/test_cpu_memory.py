@@ -78,6 +78,7 @@ print([size for size, _ in mapped() if size in map(pages, predicted)])
         (16, "f32", 128),
         (16, "int8", 40),
         (16, "int4", 40),
+        (32, "k8v4", 32 + 16 + 8),
         (24, "bf16", 48 + 64),
         (6, "f32", 24 + 64),
     ],

@@ -128,7 +128,9 @@ def test_ops_that_do_not_fuse(isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 0.02), ("int8", 0.02), ("int4", 0.2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("bf16", 0.02), ("int8", 0.02), ("int4", 0.2), ("k8v4", 0.2)]
+)
 @settings(max_examples=8, deadline=None)
 @given(
     shape=SHAPES, trees=st.booleans(), threads=st.sampled_from([1, 2]), seed=st.integers(0, 2**16)

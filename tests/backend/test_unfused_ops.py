@@ -39,6 +39,7 @@ TOLERANCE: dict[KvDtype, float] = {
     "bf16": 0.02,
     "int8": 0.02,
     "int4": 0.2,
+    "k8v4": 0.2,
 }
 SHAPES = st.fixed_dictionaries(
     {

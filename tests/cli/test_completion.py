@@ -25,7 +25,7 @@ from headrace.cli.main import COMMANDS, main, make_parser
         ("run --kv-dt", ["--kv-dtype"]),
         ("run --kv-dtype int", ["int8", "int4"]),
         ("run --kv-dtype = int", ["int8", "int4"]),
-        ("run --kv-dtype =", ["auto", "bf16", "f16", "f32", "fp8", "int8", "int4"]),
+        ("run --kv-dtype =", ["auto", "bf16", "f16", "f32", "fp8", "int8", "int4", "k8v4"]),
         ("run --kv-dtype=b", ["--kv-dtype=bf16"]),
         ("run --quiet --activations", ["--activations"]),
         ("run --quiet --act", ["--activations", "--activation-sparsity"]),

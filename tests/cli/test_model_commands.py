@@ -69,6 +69,7 @@ class TestShow:
                 ("f32", 512),
                 ("int8", 136),
                 ("int4", 72),
+                ("k8v4", 104),
             )
         }
         assert facts["kv_dtype"] == "bf16" and facts["kv_nll"]["model"] == "SmolLM2-135M"

@@ -319,7 +319,7 @@ def test_window_layers_hold_only_visible_blocks(backend: str, kv_dtype: KvDtype)
         SamplingParams(max_tokens=60, seed=1, ignore_eos=True),
     )
     size = engine.limits.kv.block_size
-    width = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1.25, "int4": 1.25}[
+    width = {"f32": 4, "f16": 2, "bf16": 2, "int8": 1.25, "int4": 1.25, "k8v4": 1.25}[
         kv_dtype
     ]  # bytes of a number, with scales, and of padding at int4
     while engine.has_work:

@@ -168,7 +168,7 @@ def test_preemption_gives_the_same_tokens(
     assert engine.stats().preemptions > 0
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["int8", "int4", "k8v4"])
 def test_quantised_kv_gives_the_same_tokens_in_any_batch(dtype: KvDtype) -> None:
     model, _ = checkpoint()
     kv = replace(KV, dtype=dtype)

@@ -150,7 +150,9 @@ def test_the_reference_chooses_the_same_blocks(name: str, kv_dtype: KvDtype) -> 
     change = np.linalg.norm(all_blocks - want, axis=1) / np.linalg.norm(want, axis=1)
     if kv_dtype == "f32":  # no choice of any row differs, whether of bounds or of equal blocks
         assert error.max() < 1e-4
-    assert np.mean(error[200:] > 0.05) <= 0.02  # keys that round differently choose differently
+    # Keys that round differently choose differently, and int4 may take another range.
+    limit = 0.1 if kv_dtype in ("int4", "k8v4") else 0.02
+    assert np.mean(error[200:] > 0.05) <= limit
     assert (all_blocks[:160] == got[:160]).all()
     assert np.mean(change[200:] > 1e-3) > 0.5
 

@@ -22,6 +22,7 @@ BOUNDS: dict[KvDtype, tuple[float, float]] = {
     "bf16": (3e-5, 2e-3),
     "int8": (2e-4, 3e-3),
     "int4": (0.03, 1.5),
+    "k8v4": (0.02, 0.5),
 }
 """Nats of the median KL divergence, with large biases and with other outliers."""
 

@@ -25,6 +25,7 @@ from headrace.program.ops import Attention, KvWrite, Linear
 from headrace.program.trace import Program
 from tests.backend.batches import Sequence, batch_of
 from tests.families import VARIANTS, save_model
+from tests.key_roundings import roundings
 from tests.parallel.models import models, steps, with_logits
 from tests.parallel.threads import Threads
 from tests.tiny import Tensors, tiny_model
@@ -94,7 +95,9 @@ def test_random_shapes_formats_draft_trees_and_adapters(
     assume(mesh.tensor <= spec.num_heads)
     program = trace_model(spec, tensors)
     groups = len(program.kv_groups)
-    kv = KvConfig((4,) * groups, dtype=data.draw(st.sampled_from(["bf16", "f32", "int8", "int4"])))
+    dtype = data.draw(st.sampled_from(["bf16", "f32", "int8", "int4", "k8v4"]))
+    rounding = roundings(program) if dtype == "int4" else ()
+    kv = KvConfig((4,) * groups, dtype=dtype, key_rounding=rounding)
     activations = data.draw(st.sampled_from(["int8", "f32"]))
     one = CpuExecutable(program, tensors, kv, 1, "", activations=activations)
     many = Threads(mesh, program, tensors, kv, activations=activations)

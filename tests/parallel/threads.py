@@ -101,7 +101,7 @@ class Threads:
                 CpuExecutable(
                     share,
                     weights_of(share, tensors),
-                    kv,
+                    mesh.kv(kv, rank),
                     1,
                     "",
                     lower=lower if fused else lower_unfused,

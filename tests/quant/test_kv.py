@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from headrace.backend_traits import KvDtype
 from headrace.program.kv import KvGroup, KvLayout, number_bytes
 from headrace.quant.kv import block_bytes, hadamard, round_bf16, round_trip
 
@@ -20,6 +21,8 @@ def test_kv_block_bytes() -> None:
     assert [block_bytes(dtype, 576, 0) for dtype in ("f32", "bf16", "int8", "int4")] == [
         32 * n for n in (2304, 1152, 580, 292)
     ]
+    assert block_bytes("k8v4", 64, 64) == 32 * (64 + 4 + 32 + 4)
+    assert block_bytes("k8v4", 576, 0) == block_bytes("int8", 576, 0)
     groups = (KvGroup((0, 1), KvLayout(3, 128, 128)),)
     assert number_bytes(groups, "int8") == 1 + 8 / 256
     assert number_bytes(groups, "int4") == 0.5 + 8 / 256
@@ -33,18 +36,25 @@ def test_hadamard_is_its_own_inverse(n: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "levels"), [("int8", 255), ("int4", 15)])
-def test_quantised_kv_is_within_half_a_step(dtype: str, levels: int) -> None:
+def test_quantised_kv_is_within_half_a_step(dtype: KvDtype, levels: int) -> None:
+    """int4 cuts off ends of the range if the squared error gets smaller."""
     x = (
         np.random.default_rng(0).normal(0, 1, (50, 3, 64))
         * np.geomspace(1e-6, 1e6, 50)[:, None, None]
     )
     rotation = hadamard(64)
     turned, back = x @ rotation, round_trip(x, dtype) @ rotation
-    step = (
-        1.02 * np.ptp(turned, axis=-1, keepdims=True) / levels
-    )  # step and least number are rounded outwards
+    low = turned.min(axis=-1, keepdims=True)
+    step = np.ptp(turned, axis=-1, keepdims=True) / levels
     rounding = np.abs(turned) / 256  # to bf16
-    assert (np.abs(back - turned) <= step / 2 + rounding).all()
+    if dtype == "int8":
+        # The step and the least number are rounded outwards.
+        assert (np.abs(back - turned) <= 1.02 * step / 2 + rounding).all()
+        return
+    whole = np.rint((turned - low) / step) * step + low
+    errors = [((y - turned) ** 2).sum(axis=-1) for y in (back, whole)]
+    assert (errors[0] <= 1.05 * errors[1]).all()
+    assert errors[0].sum() < 0.9 * errors[1].sum()
 
 
 def test_hadamard_spreads_an_outlier() -> None:

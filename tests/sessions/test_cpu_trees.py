@@ -15,7 +15,7 @@ from tests.tiny import run_all, tiny_engine, tiny_model
 VOCAB = 61
 
 
-@pytest.mark.parametrize("kv_dtype", ["bf16", "f32", "int8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["bf16", "f32", "int8", "int4", "k8v4"])
 @pytest.mark.parametrize("window", [0, (0, 24)])
 def test_nodes_equal_plain_requests(kv_dtype: str, window: int | tuple[int, ...]) -> None:
     rng = random.Random(f"{kv_dtype}{window}")

@@ -213,6 +213,7 @@ class CpuExecutable:
                     group.num_sink_tokens,
                     group.has_key_bounds,
                 )
+            self._set_key_rounding(kv)
         except ValueError as error:
             raise RequestError(str(error)) from None
         self.pool = self.plan.pool
@@ -228,6 +229,23 @@ class CpuExecutable:
             self.plan.start_weights()
         else:
             self.wait_for_weights()  # the threads belong to another plan, too
+
+    def _set_key_rounding(self, kv: KvConfig) -> None:
+        roundings = {rounding.layer: rounding for rounding in kv.key_rounding}
+        for number, group in enumerate(self.kv_groups):
+            for place, layer in enumerate(group.layers):
+                if layer not in roundings:
+                    continue
+                rounding = roundings[layer]
+                heads = zip(rounding.centre, rounding.feedback, strict=True)
+                for head, (centre, feedback) in enumerate(heads):
+                    self.plan.set_key_rounding(
+                        number,
+                        place,
+                        head,
+                        np.ascontiguousarray(centre),
+                        np.ascontiguousarray(feedback).reshape(-1),
+                    )
 
     def _fill_plan(
         self,

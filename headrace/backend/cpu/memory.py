@@ -16,6 +16,7 @@ from headrace.program.adapter import LowRank
 from headrace.program.op import RowKind, StepSize, Value, Weight
 from headrace.program.trace import Program
 from headrace.quant.formats import Format, StoredTensor
+from headrace.quant.kv import is_rotated
 from headrace.quant.spec import FRACTION_BITS
 
 _Form = Literal["q8", "q8_offset", "q8_row", "q8_mixed", "bf16", "f32"]
@@ -53,7 +54,7 @@ class BufferCounter:
         self.buffers: list[_Buffer] = []
         self.weights: list[StoredTensor] = []
         self._groups = program.kv_groups
-        self._quantises_kv = kv_dtype in ("int8", "int4")
+        self._quantises_kv = is_rotated(kv_dtype)
         self._has_bf16 = isa == "avx512bf16"
         self._has_adapters = has_adapters
         self._kv_widths: set[int] = set()

@@ -67,6 +67,7 @@ class ReferenceExecutable:
         self._traced, self._stored = program, weights
         self.program = lower(program, weights)
         self.kv = kv
+        self.key_rounding = {rounding.layer: rounding for rounding in kv.key_rounding}
         self.weights = _dequantise(program, weights)
         self.kv_groups = program.kv_groups
         self.stores = [

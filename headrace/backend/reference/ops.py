@@ -10,17 +10,18 @@ from headrace.backend.reference.activations import activated, gated
 from headrace.backend.reference.kv import Store
 from headrace.backend.reference.top_blocks import hidden_positions
 from headrace.batch import Ints, RaggedBatch
-from headrace.config import KvConfig
+from headrace.config import KeyRounding, KvConfig
 from headrace.program import moe, ops
 from headrace.program.adapter import LowRank
 from headrace.program.op import Op, RowKind, Value, Weight
-from headrace.quant.kv import round_trip
+from headrace.quant.kv import key_format, round_trip, value_format
 
 Floats = NDArray[np.float64]
 
 
 class Memory(Protocol):
     kv: KvConfig
+    key_rounding: dict[int, KeyRounding]  # by layer
     stores: list[Store]  # by KV group
     places: dict[int, tuple[int, int]]  # layer: (KV group, index of the layer in the group)
     weights: dict[str, Floats]
@@ -192,9 +193,12 @@ def _write_kv(s: Step, layer: int, k: Floats, v: Floats | None) -> None:
     """Store keys and values, rounded to the KV's number format."""
     group, place = s.memory.places[layer]
     store, slots = s.memory.stores[group], s.batch.kv[group].slots
-    for cache, rows in ((store.keys, k), (store.values, v)):
-        if rows is not None:
-            cache[place, slots] = round_trip(rows.reshape(-1, *cache.shape[2:]), s.memory.kv.dtype)
+    dtype = s.memory.kv.dtype
+    keys = k.reshape(-1, *store.keys.shape[2:])
+    store.keys[place, slots] = round_trip(keys, key_format(dtype), s.memory.key_rounding.get(layer))
+    if v is not None:
+        values = v.reshape(-1, *store.values.shape[2:])
+        store.values[place, slots] = round_trip(values, value_format(dtype))
 
 
 def _kv_write(s: Step, op: ops.KvWrite) -> None:
