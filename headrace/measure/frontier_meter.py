@@ -81,14 +81,15 @@ class FormMeter:
 
         A model keeps the weights of all programs that were attached to it, so each form gets a new
         one. A form whose KV is the full model's or a part of it is attached. Attention over the
-        full model's KV would not have other windows.
+        full model's KV would not have other windows or another number format.
         """
         with self._compiled(self._full, form) as full:
             if form is self._full:
                 yield full, full, None
                 return
             groups = form.program.kv_groups
-            if not _fits(groups, full.executable.program.kv_groups):
+            shares_kv = full.kv_dtype == form.config.kv_format
+            if not (shares_kv and _fits(groups, full.executable.program.kv_groups)):
                 with self._compiled(form) as alone:
                     yield full, alone, None
                 return
@@ -102,7 +103,7 @@ class FormMeter:
         program = model_program(form.config, form.checkpoint)
         if other and any(group.has_key_bounds for group in other.program.kv_groups):
             program = program.with_key_bounds()
-        scorer = self._evaluator.compile(program, form.checkpoint.tensors, form.config)
+        scorer = self._evaluator.compile(program, form.checkpoint, form.config)
         try:
             yield scorer
         finally:
@@ -110,14 +111,15 @@ class FormMeter:
 
     def _step_bytes(self, model: Scorer) -> int:
         program = model.executable.program
-        kv_bytes = number_bytes(program.kv_groups, self._evaluator.config.kv_format)
+        kv_bytes = number_bytes(program.kv_groups, model.kv_dtype)
         step = StepSize(((len(self._piece), 1),), 1, kv_bytes)
         return sum(op.bytes(step) for op in program.ops)
 
 
 def _drafts(full: Scorer, ours: Scorer) -> bool:
     """Whether a form is attached to the full model."""
-    return _fits(ours.executable.program.kv_groups, full.executable.program.kv_groups)
+    groups = ours.executable.program.kv_groups
+    return ours.kv_dtype == full.kv_dtype and _fits(groups, full.executable.program.kv_groups)
 
 
 def _fits(groups: Sequence[KvGroup], full: Sequence[KvGroup]) -> bool:

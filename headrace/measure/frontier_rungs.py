@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal, Unpack
 
+from headrace.backend_traits import KvDtype
 from headrace.checkpoint.load import Checkpoint, open_checkpoint
 from headrace.checkpoint.source import resolve
 from headrace.config import EngineConfig
@@ -214,6 +215,16 @@ def _top_blocks(workshop: Workshop) -> Iterator[Rung]:
             yield workshop.mode(f"top {count:,} blocks", "attention", attention_top_blocks=count)
 
 
+def _kv_formats(workshop: Workshop) -> Iterator[Rung]:
+    """Number formats of KV with fewer bits than the model's own."""
+    config = workshop.config
+    dtypes: tuple[KvDtype, ...] = ("int4",) if workshop.is_quick else ("int8", "k8v4", "int4")
+    for dtype in dtypes:
+        if dtype in config.traits.kv_dtypes and config.kv_format in ("f32", "f16", "bf16"):
+            form = Form(workshop.checkpoint, replace(config, kv_dtype=dtype))
+            yield Rung(f"{dtype} KV", "KV format", lambda form=form: form)  # type: ignore[misc]
+
+
 def _layers(workshop: Workshop) -> Iterator[Rung]:
     """First layers, in eighths of all."""
     num_layers = workshop.checkpoint.spec.num_layers
@@ -292,6 +303,7 @@ _MODES: tuple[Callable[[Workshop], Iterator[Rung]], ...] = (
     _experts,
     _windows,
     _top_blocks,
+    _kv_formats,
     _layers,
     _sparsity,
     _early_exits,

@@ -79,6 +79,8 @@ def test_frontier_measures_every_form(model: str, text: Path) -> None:
     assert window.loss > 0 and window.draft is None and window.step_bytes < full.step_bytes
     best = points["top 1 blocks"]
     assert best.draft and best.step_bytes < full.step_bytes
+    small = points["int4 KV"]
+    assert small.loss > 0 and small.draft is None and small.step_bytes < full.step_bytes
     zeros, leaves = points["40% zeros"], points["exit within 10%"]
     assert zeros.draft and zeros.loss > 0
     assert zeros.step_bytes == full.step_bytes  # the tiny model's formats have no copies
