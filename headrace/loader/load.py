@@ -21,6 +21,7 @@ from headrace.loader.activation_sparsity import check_activation_sparsity, whole
 from headrace.loader.backend_choice import with_backend
 from headrace.loader.chat_template import read_chat_template
 from headrace.loader.drafts import (
+    DraftCheckpoints,
     compile_draft_models,
     open_draft_checkpoints,
     target_program,
@@ -43,6 +44,7 @@ from headrace.speculation.recorder import RowRecorder
 
 if TYPE_CHECKING:
     from headrace.kv.disk import DiskTier
+    from headrace.loader.learn_drafts import Learning
     from headrace.parallel.launch import Launcher
 
 
@@ -149,11 +151,7 @@ def load_engine(
     config = with_backend(config, checkpoint, drafts)
     drafts.check_ranks(config)
     _check_kv_cache_dir(config)
-    learning = None
-    if config.learn_drafts:
-        from headrace.loader.learn_drafts import open_learning
-
-        learning = open_learning(config, checkpoint, drafts, load_tokenizer)
+    learning = _open_learning(config, checkpoint, drafts, load_tokenizer)
     if learning:
         drafts = replace(drafts, drafter=learning.current)
     drafts = drafts.in_format(config)
@@ -217,6 +215,19 @@ def load_engine(
         learner=learner,
         disk=_disk_tier(model, config, checkpoint, executable, kv),
     )
+
+
+def _open_learning(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    drafts: DraftCheckpoints,
+    load_tokenizer: Callable[[], Tokenizer],
+) -> "Learning | None":
+    if not config.learn_drafts:
+        return None
+    from headrace.loader.learn_drafts import open_learning
+
+    return open_learning(config, checkpoint, drafts, load_tokenizer)
 
 
 def _with_key_rounding(
