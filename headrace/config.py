@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import field
 from types import MappingProxyType
-from typing import Any, Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.backend_traits import BackendName, BackendTraits, KvChoice, KvDtype, traits_of
 from headrace.record import frozen
+
+if TYPE_CHECKING:  # help and other short commands need no NumPy
+    import numpy as np
+    from numpy.typing import NDArray
 
 Activations = Literal["int8", "f32"]
 LatentAttention = Literal["plain", "absorbed"]
@@ -34,9 +35,9 @@ class KeyRounding:
     """How the int4 keys of a layer are rounded (`quant/key_rounding.py`)."""
 
     layer: int
-    centre: NDArray[np.float32]
+    centre: "NDArray[np.float32]"
     """Numbers that keys are stored without, [KV heads, key size]."""
-    feedback: NDArray[np.float32]
+    feedback: "NDArray[np.float32]"
     """[KV heads, key size, key size]: the error of number i times row i comes off the numbers after
     i. Zeros up to the diagonal; the others are bf16.
     """

@@ -29,6 +29,7 @@ from headrace.speculation.proposers import (
 )
 from headrace.speculation.proposers.draft_model import OtherVocabulary, max_rows
 from headrace.speculation.proposers.medusa import head_forward
+from tests.key_roundings import roundings
 from tests.tiny import (
     BLOCK_SIZE,
     Compile,
@@ -95,7 +96,8 @@ def draft_engine(
         program = program.with_key_bounds()
     if taps:
         program = program.with_taps(taps)
-    kv = KvConfig((-(-slots // size),) * len(program.kv_groups), size, kv_dtype)
+    rounding = roundings(program) if kv_dtype == "int4" else ()
+    kv = KvConfig((-(-slots // size),) * len(program.kv_groups), size, kv_dtype, rounding)
     target = compile(
         backend,
         program.with_hidden() if "medusa" in methods else program,
@@ -106,14 +108,15 @@ def draft_engine(
     draft_models = DraftModels(block_size=size)
     num_draft_blocks = -(-(draft_slots or slots) // size)
     if "draft_model" in methods and drafter:
-        draft_kv = replace(kv, num_blocks=(num_draft_blocks,))
+        draft_kv = replace(kv, num_blocks=(num_draft_blocks,), key_rounding=())
         programs = compile_drafter(drafter, spec, target, draft_kv, depth * width)
         draft_models = replace(draft_models, drafter=programs)
     elif "draft_model" in methods:
         draft_spec, draft_tensors = draft or model
         without_files = replace(mode, early_exit="", activation_sparsity="")
         draft_program = mode_program((draft_spec, draft_tensors), without_files)
-        draft_kv = replace(kv, num_blocks=(num_draft_blocks,) * len(draft_program.kv_groups))
+        num_draft = (num_draft_blocks,) * len(draft_program.kv_groups)
+        draft_kv = replace(kv, num_blocks=num_draft, key_rounding=())
         compiled = target.attach(draft_program, draft_tensors, draft_kv)
         manager = KvManager(draft_program.kv_groups, draft_kv, max_rows(depth * width))
         draft_models = replace(

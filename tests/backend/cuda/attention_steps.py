@@ -259,6 +259,7 @@ class Truth:
         )
         self.executable: Any = SimpleNamespace(
             kv=SimpleNamespace(block_size=block_size, dtype=dtype),
+            key_rounding={},
             places={0: (0, 0)},
             stores=[store],
             weights={
