@@ -96,8 +96,7 @@ def draft_engine(
         program = program.with_key_bounds()
     if taps:
         program = program.with_taps(taps)
-    rounding = roundings(program) if kv_dtype == "int4" else ()
-    kv = KvConfig((-(-slots // size),) * len(program.kv_groups), size, kv_dtype, rounding)
+    kv = _kv_config(program, slots, size, kv_dtype)
     target = compile(
         backend,
         program.with_hidden() if "medusa" in methods else program,
@@ -106,17 +105,16 @@ def draft_engine(
         config.get("threads", 1),
     )
     draft_models = DraftModels(block_size=size)
-    num_draft_blocks = -(-(draft_slots or slots) // size)
+    draft_slots = draft_slots or slots
     if "draft_model" in methods and drafter:
-        draft_kv = replace(kv, num_blocks=(num_draft_blocks,), key_rounding=())
+        draft_kv = replace(kv, num_blocks=(-(-draft_slots // size),), key_rounding=())
         programs = compile_drafter(drafter, spec, target, draft_kv, depth * width)
         draft_models = replace(draft_models, drafter=programs)
     elif "draft_model" in methods:
         draft_spec, draft_tensors = draft or model
         without_files = replace(mode, early_exit="", activation_sparsity="")
         draft_program = mode_program((draft_spec, draft_tensors), without_files)
-        num_draft = (num_draft_blocks,) * len(draft_program.kv_groups)
-        draft_kv = replace(kv, num_blocks=num_draft, key_rounding=())
+        draft_kv = replace(_kv_config(draft_program, draft_slots, size, kv_dtype), key_rounding=())
         compiled = target.attach(draft_program, draft_tensors, draft_kv)
         manager = KvManager(draft_program.kv_groups, draft_kv, max_rows(depth * width))
         draft_models = replace(
@@ -147,6 +145,12 @@ def draft_engine(
         kv_dtype=kv_dtype,
         **config,
     ), proposers
+
+
+def _kv_config(program: Program, slots: int, block_size: int, dtype: KvDtype) -> KvConfig:
+    num_blocks = (-(-slots // block_size),) * len(program.kv_groups)
+    rounding = roundings(program) if dtype == "int4" else ()
+    return KvConfig(num_blocks, block_size, dtype, rounding)
 
 
 def other_tokens(vocab_size: int, kind: str, config: Mapping[str, Any]) -> OtherVocabulary:
