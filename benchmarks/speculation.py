@@ -11,7 +11,7 @@ the program.
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -42,14 +42,43 @@ class Turn(NamedTuple):
     accepted: int
     repeated: float
     """Share of the output that repeats the prompt."""
+    work: float
+    """Share of the time in the proposers and in the decisions about drafts."""
 
 
-def measure(llm: LLM, texts: list[str], max_tokens: int) -> tuple[Turn, list[list[int]]]:
+class TimedManager(SpeculationManager):
+    """Speculation that counts the seconds of its own work."""
+
+    seconds = 0.0
+
+    def plan(self, *args: Any) -> Any:
+        return self._timed(super().plan, *args)
+
+    def draft(self, *args: Any) -> Any:
+        return self._timed(super().draft, *args)
+
+    def observe(self, *args: Any, **options: Any) -> Any:
+        return self._timed(super().observe, *args, **options)
+
+    def _timed(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        start = perf_counter()
+        try:
+            return function(*args, **options)
+        finally:
+            self.seconds += perf_counter() - start
+
+
+def measure(
+    llm: LLM, texts: list[str], max_tokens: int, manager: TimedManager
+) -> tuple[Turn, list[list[int]]]:
     """Run one turn, and return the tokens of the answers."""
+    manager.seconds = 0.0
+    started = perf_counter()
     results = llm.chat(
         [[{"role": "user", "content": text}] for text in texts],
         SamplingParams(temperature=0, max_tokens=max_tokens),
     )
+    work = manager.seconds / (perf_counter() - started)
     tokens = [result.outputs[0].token_ids for result in results]
     num_tokens = sum(map(len, tokens))
     first = min(result.timing.queue + result.timing.prefill for result in results)
@@ -66,6 +95,7 @@ def measure(llm: LLM, texts: list[str], max_tokens: int) -> tuple[Turn, list[lis
         sum(book.proposed for book in books),
         accepted,
         repeated,
+        work,
     ), tokens
 
 
@@ -100,6 +130,7 @@ def row(
         "proposed_per_token": proposed / tokens,
         "acceptance": accepted / proposed if proposed else 0.0,
         "repeated": sum(turn.repeated * turn.tokens for turn in turns) / tokens,
+        "work": median(turn.work for turn in turns),
     }
 
 
@@ -110,7 +141,7 @@ def show(line: dict[str, object]) -> str:
     return (
         f"{line['workload']:10}{line['batch']:>6}  "
         f"{line['method']:10}{spread:>18}{line['tokens_per_second']:>9,.0f}"
-        f"{line['tokens_per_step']:>13.2f}{line['proposed_per_token']:>10.2f}{line['acceptance']:>12.0%}{line['repeated']:>10.0%}"
+        f"{line['tokens_per_step']:>13.2f}{line['proposed_per_token']:>10.2f}{line['acceptance']:>12.0%}{line['repeated']:>10.0%}{line['work']:>8.1%}"
     )
 
 
@@ -118,12 +149,12 @@ HEADINGS = (
     f"{'workload':10}{'batch':>6}  "
     f"{'method':10}{'ratio to off':>18}{'tok/s':>9}"
     f"{'tokens/step':>13}{'drafted':>10}{'acceptance':>12}"
-    f"{'repeated':>10}"
+    f"{'repeated':>10}{'work':>8}"
 )
 
 
 def run(
-    llm: LLM, ways: dict[str, SpeculationManager], args: argparse.Namespace
+    llm: LLM, ways: dict[str, TimedManager], args: argparse.Namespace
 ) -> Iterable[dict[str, object]]:
     variant = 0
     for workload in args.workloads:
@@ -138,7 +169,7 @@ def run(
                 answers = {}
                 for method in order:
                     llm._engine._speculation = llm._engine._loop.speculation = ways[method]
-                    result, answers[method] = measure(llm, texts, args.max_tokens)
+                    result, answers[method] = measure(llm, texts, args.max_tokens, ways[method])
                     turns[method] += [result] if turn else []
                 if wrong := [method for method in ways if answers[method] != answers["off"]]:
                     sys.exit(f"{', '.join(wrong)} answered otherwise than plain decoding")
@@ -148,7 +179,7 @@ def run(
                 yield row(workload, batch, method, turns[method], turns["off"])
 
 
-def speculation(llm: LLM, method: str) -> SpeculationManager:
+def speculation(llm: LLM, method: str) -> TimedManager:
     """A proposer for this engine, which has all draft models."""
     engine = llm._engine
     models = {
@@ -162,7 +193,7 @@ def speculation(llm: LLM, method: str) -> SpeculationManager:
         name: models.get(name) or METHODS[name](config, DraftModels())
         for name in enabled_methods(config)
     }
-    return SpeculationManager(proposers, config, engine.limits.vocab_size, perf_counter)
+    return TimedManager(proposers, config, engine.limits.vocab_size, perf_counter)
 
 
 def main() -> None:

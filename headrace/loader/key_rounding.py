@@ -90,7 +90,11 @@ def _measure(
     attention = [op for op in program.ops if isinstance(op, Attention) and not op.is_latent]
     if not attention:
         return ()
-    _log.info("measuring the keys of %s for int4", checkpoint.spec.name)
+    _log.warning(
+        "the first start with int4 KV runs %d tokens to measure the keys; later starts read the "
+        "result",
+        len(tokens),
+    )
     writes = {op.layer: op for op in program.ops if isinstance(op, KvWrite)}
     blocks, groups = num_blocks(len(tokens)), len(program.kv_groups)
     executable = cpu.CpuExecutable(

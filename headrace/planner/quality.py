@@ -22,7 +22,7 @@ _MEASURED: Mapping[str, Mapping[str, float]] = {
     "smollm2 135m": {"Q8_0": 0.0045, "Q5_0": 0.0347, "Q4_0": 0.1369, "IQ4_NL": 0.0903},
 }
 """KL divergence from the file, by model and format: `headrace eval smollm2 --sweep`."""
-_KV: Mapping[KvDtype, float] = {"int8": 0.0002, "fp8": 0.001, "k8v4": 0.0061, "int4": 0.0226}
+_KV: Mapping[KvDtype, float] = {"int8": 0.0002, "fp8": 0.001, "k8v4": 0.0054, "int4": 0.0218}
 """Rank of formats of KV: KL of SmolLM2-135M above bf16 (docs/internals/kv_formats.md); fp8 is an
 estimate between its neighbours.
 """
